@@ -1,0 +1,1 @@
+"""Timings; each script runs by itself."""

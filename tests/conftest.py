@@ -1,0 +1,27 @@
+"""What holds for every test: the device, the seeds, and a precision at which a difference means a mistake."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import settings
+
+# The same examples in every run: a test that fails does so for everybody. The first call on a device is slow, so no deadline.
+settings.register_profile("psgrad", deadline=None, derandomize=True, max_examples=30)
+settings.load_profile("psgrad")
+
+torch.set_num_threads(min(2, torch.get_num_threads()))
+# TF32 keeps 10 bits of mantissa, less than any tolerance below.
+torch.backends.cuda.matmul.allow_tf32 = False
+torch.backends.cudnn.allow_tf32 = False
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """The GPU where there is one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)

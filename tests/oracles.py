@@ -1,0 +1,37 @@
+"""What the engine is measured against: slow or rival ways to the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+Gradients = dict[str, Tensor]
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that want a gradient; one that has several names goes by its first."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def one_sample_gradients(model: nn.Module, loss: Loss, inputs: tuple[Tensor, ...], target: Tensor) -> Gradients:
+    """Parameter name to the gradient of each sample's loss [n, *shape], by one backward pass a sample."""
+    parameters = trainable(model)
+    rows = []
+    for sample in range(len(target)):
+        output = model(*(value[sample : sample + 1] for value in inputs))
+        rows.append(torch.autograd.grad(loss(output[0], target[sample]), list(parameters.values()), materialize_grads=True))
+    return {name: torch.stack(column) for name, column in zip(parameters, zip(*rows, strict=True), strict=True)}
+
+
+def torch_func_gradients(model: nn.Module, loss: Loss, inputs: tuple[Tensor, ...], target: Tensor) -> Gradients:
+    """Parameter name to the gradient of each sample's loss [n, *shape], by torch.func's vmap(grad)."""
+
+    def loss_of_one(parameters: Gradients, inputs: tuple[Tensor, ...], target: Tensor) -> Tensor:
+        output = torch.func.functional_call(model, parameters, tuple(value[None] for value in inputs))
+        return loss(output[0], target)
+
+    parameters = {name: parameter.detach() for name, parameter in trainable(model).items()}
+    return torch.func.vmap(torch.func.grad(loss_of_one), in_dims=(None, 0, 0))(parameters, inputs, target)
