@@ -1,0 +1,41 @@
+"""The commands of psgrad, each from its own file. Nothing here may import torch, pandas or matplotlib: `--help` answers at once."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from psgrad import __version__
+from psgrad.cli.analyze import analyze
+
+app = typer.Typer(
+    name="psgrad",
+    help="Look at a PyTorch model one training example at a time.",
+    epilog="Exit codes: 0 ok, 1 a gate failed, 2 usage or config, 3 model, data or runtime, 4 a gate could not be evaluated, "
+    "130/143 interrupted.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(analyze)
+
+
+def main() -> None:
+    """Run the command that the process's arguments name, and leave with its exit code."""
+    app(prog_name="psgrad")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"psgrad {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _psgrad(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    pass

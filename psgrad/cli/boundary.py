@@ -1,0 +1,76 @@
+"""The one place where an exception becomes words on stderr and an exit code."""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import typer
+
+from psgrad import __version__
+from psgrad.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUNTIME, EXIT_TERMINATED, PsgradError
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM arrived. A KeyboardInterrupt, so that whatever cleans up after Ctrl-C cleans up after this too."""
+
+
+@contextmanager
+def boundary(debug: bool) -> Iterator[None]:
+    """Run a command's body: errors and signals end it with a message and its exit code; with `debug` the traceback comes first."""
+    before = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    except (typer.Exit, typer.Abort):
+        raise
+    except PsgradError as error:
+        _leave(f"error: {error}", error.exit_code, debug)
+    except Terminated:
+        _leave("terminated: what was finished stays in the run folder", EXIT_TERMINATED, debug)
+    except KeyboardInterrupt:
+        _leave("interrupted: what was finished stays in the run folder", EXIT_INTERRUPTED, debug)
+    except BrokenPipeError:
+        # The reader of our stdout has seen enough. Nothing may be flushed into the closed pipe at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(EXIT_OK) from None
+    except Exception as error:
+        _leave(_internal_error(error), EXIT_RUNTIME, debug)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    # Who sends it twice means it: the second one ends the process at once.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    raise Terminated
+
+
+def _leave(message: str, exit_code: int, debug: bool) -> None:
+    if debug:
+        traceback.print_exc(file=sys.stderr)
+    typer.echo(_printable(message), err=True)
+    raise typer.Exit(exit_code) from None
+
+
+def _internal_error(error: Exception) -> str:
+    origin = traceback.extract_tb(error.__traceback__)[-1]
+    text = str(error).strip().split("\n")[0][:500]
+    torch = getattr(sys.modules.get("torch"), "__version__", "not loaded")
+    return (
+        f"internal error: {type(error).__name__}: {text}\n"
+        f"  where: {origin.name} in {origin.filename}, line {origin.lineno}\n"
+        f"  versions: psgrad {__version__}, Python {platform.python_version()}, torch {torch}, {platform.system()}\n"
+        "  likely cause: a mistake in psgrad, not in your config\n"
+        "  next step: run the same command with --debug, and report what it prints with the config to psgrad's issue tracker"
+    )
+
+
+def _printable(message: str) -> str:
+    """The message without control characters: names from files may carry escape sequences for the terminal."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else repr(letter)[1:-1] for letter in message)

@@ -1,0 +1,135 @@
+"""Progress on stderr: a bar where somebody watches, few plain lines where a log is kept."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, ProgressColumn, Task, TaskID, TextColumn
+from rich.progress import Progress as Bars
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from psgrad.results import Progress
+
+PLAIN_INTERVAL_S = 5.0
+
+
+class ProgressDisplay(Protocol):
+    """Called with every step; a context manager that leaves the stream tidy."""
+
+    def __call__(self, progress: Progress) -> None: ...
+
+    def __enter__(self) -> ProgressDisplay: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /) -> None: ...
+
+
+def progress_display(stream: TextIO | None = None) -> ProgressDisplay:
+    """The display that suits the stream (stderr where none is given). FORCE_COLOR and the like make no terminal of a log file."""
+    stream = stream or sys.stderr
+    watched = stream.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("CI")
+    return BarDisplay(stream) if watched else PlainDisplay(stream)
+
+
+class PlainDisplay:
+    """At most one line per 5 s, and a last one for each phase. Messages appear at once."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream
+        self._clock = clock
+        self._phase: str | None = None
+        self._phase_began = 0.0
+        self._last_line = 0.0
+        self._unsaid: Progress | None = None
+
+    def __call__(self, progress: Progress) -> None:
+        now = self._clock()
+        if progress.phase != self._phase:
+            self._say_progress()
+            self._phase, self._phase_began, self._last_line = progress.phase, now, now
+        if progress.message:
+            self._write(progress.message)
+        self._unsaid = progress
+        if now - self._last_line >= PLAIN_INTERVAL_S:
+            self._say_progress()
+            self._last_line = now
+
+    def __enter__(self) -> PlainDisplay:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /) -> None:
+        self._say_progress()
+
+    def _say_progress(self) -> None:
+        if self._unsaid is not None and self._unsaid.total:
+            elapsed = self._clock() - self._phase_began
+            rate = self._unsaid.done / elapsed if elapsed > 0 else 0.0
+            self._write(f"{self._unsaid.phase}: {progress_words(self._unsaid.done, self._unsaid.total, rate)}")
+        self._unsaid = None
+
+    def _write(self, line: str) -> None:
+        self._stream.write(line + "\n")
+        self._stream.flush()
+
+
+class BarDisplay:
+    """One rich bar per phase, with samples, samples/s and the time left."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._bars = Bars(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=None),
+            _WordsColumn(),
+            console=Console(file=stream, highlight=False, markup=False),
+            expand=True,
+        )
+        self._task: TaskID | None = None
+        self._phase: str | None = None
+
+    def __call__(self, progress: Progress) -> None:
+        if progress.message:
+            self._bars.console.print(progress.message)
+        if self._task is None or progress.phase != self._phase:
+            self._task = self._bars.add_task(progress.phase, total=None)
+            self._phase = progress.phase
+        self._bars.update(self._task, completed=progress.done, total=progress.total or None)
+
+    def __enter__(self) -> BarDisplay:
+        self._bars.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /) -> None:
+        self._bars.stop()
+
+
+class _WordsColumn(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        if not task.total:
+            return Text("")
+        return Text(progress_words(int(task.completed), int(task.total), task.finished_speed or task.speed or 0.0))
+
+
+def progress_words(done: int, total: int, rate: float) -> str:
+    """Samples done, samples per second, and the time left; `rate` 0 where it is not known yet."""
+    words = f"{done:,}/{total:,} samples"
+    if rate > 0:
+        words += f", {rate:,.0f} samples/s" if rate >= 10 else f", {rate:.2g} samples/s"
+        if done < total:
+            words += f", {duration((total - done) / rate)} left"
+    return words
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them: 8 s, 3 min 20 s, 2 h 5 min."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"

@@ -1,0 +1,198 @@
+"""Run folders: every file appears whole or not at all, and what is finished survives a crash or a full disk."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import math
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from psgrad.errors import OutputError, OutputExistsError
+
+MANIFEST = "manifest.json"
+SHARDS = "parts"
+
+# What psgrad writes at the top of a run folder, and so all that replacing a run may remove. A stranger's file stays where it is.
+OWN_ENTRIES = (SHARDS, "plots", "samples.parquet", "samples.csv", "parameters.parquet", "report.html")
+
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
+
+
+class RunFolder:
+    """The folder of one run. Every write is atomic: a temporary file beside the target, fsync, rename, fsync of the folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rows = 0
+        self._shards = 0
+
+    @classmethod
+    def create(cls, path: Path, overwrite: bool = False) -> RunFolder:
+        """Make the folder, or take one that is empty. `overwrite` also takes one that holds an earlier run, and removes that run.
+
+        Call this late, when model and data are known to be good: the earlier run is gone afterwards.
+
+        Raises:
+            OutputExistsError: the folder holds a run and may not be replaced, or holds something that is not a run.
+            OutputError: the folder can't be made.
+        """
+        run = cls(path)
+        try:
+            if path.is_dir():
+                run._take_over(overwrite)
+            elif path.exists() or path.is_symlink():
+                raise OutputExistsError(f"The output {path} exists, and is not a folder.", next_step="Choose another --output.")
+            else:
+                # Norms and losses tell about single training examples: a new folder is for its owner's eyes.
+                path.mkdir(parents=True, mode=0o700)
+        except OSError as error:
+            raise OutputError(
+                f"The output folder {path} can't be made: {error.strerror or error}.",
+                expected="a place where folders and files can be written",
+                next_step="Choose another --output.",
+            ) from error
+        run.write_manifest({"state": "running"})
+        return run
+
+    def _take_over(self, overwrite: bool) -> None:
+        if not any(self.path.iterdir()):
+            return
+        if not _is_run(self.path):
+            raise OutputExistsError(
+                f"The output folder {self.path} is not empty, and does not hold a psgrad run.",
+                expected="a new or empty folder, or the folder of an earlier run",
+                next_step="Choose another --output; --overwrite replaces earlier runs only.",
+            )
+        if not overwrite:
+            raise OutputExistsError(
+                f"The output folder {self.path} holds an earlier run.",
+                expected="a new or empty folder",
+                next_step="Choose another --output, or replace the earlier run with --overwrite.",
+            )
+        # The manifest stays until create() replaces it: a crash half-way leaves a folder that can be recognised and overwritten.
+        for name in OWN_ENTRIES:
+            for entry in (self.path / name, *self.path.glob(f".{name}.*.tmp")):
+                _remove(entry)
+
+    def append_rows(self, frame: pd.DataFrame) -> None:
+        """Keep these rows durably, as the next shard parts/samples-00000.parquet, ..."""
+        self.write_table(f"{SHARDS}/samples-{self._shards:05d}.parquet", frame)
+        self._shards += 1
+        self.rows += len(frame)
+
+    def finish_samples(self, frame: pd.DataFrame) -> None:
+        """Write all rows as samples.parquet and samples.csv, then drop the shards."""
+        self.write_table("samples.parquet", frame)
+        self.write_bytes("samples.csv", _harmless(frame).to_csv(index=False).encode("utf-8", "backslashreplace"))
+        _remove(self.path / SHARDS)
+
+    def write_table(self, name: str, frame: pd.DataFrame) -> None:
+        """Write a frame as parquet, without its index."""
+        buffer = io.BytesIO()
+        frame.to_parquet(buffer, index=False)
+        self.write_bytes(name, buffer.getbuffer())
+
+    def write_manifest(self, content: Mapping[str, Any]) -> None:
+        """Write manifest.json with the mark by which a run folder is known."""
+        self.write_json(MANIFEST, {"tool": "psgrad", **content})
+
+    def write_json(self, name: str, content: Any) -> None:
+        """Write JSON that every reader accepts: numpy values as plain ones, paths as text, NaN and infinities as null."""
+        text = json.dumps(_plain(content), indent=2, ensure_ascii=False, allow_nan=False)
+        self.write_bytes(name, (text + "\n").encode("utf-8", "backslashreplace"))
+
+    def write_bytes(self, name: str, data: bytes | memoryview) -> None:
+        """Write one file of the run, in a folder below if `name` has slashes.
+
+        Raises:
+            OutputError: the disk is full, or the file can't be written; the file is then as it was before.
+        """
+        target = self.path / name
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _write_atomically(target, data)
+        except OSError as error:
+            raise self._explain(error, target, len(data)) from error
+
+    def _explain(self, error: OSError, target: Path, wanted: int) -> OutputError:
+        if error.errno not in _NO_SPACE:
+            return OutputError(f"{target} can't be written: {error.strerror or error}.", next_step="Check the folder's permissions.")
+        kept = f"{self.rows:,} finished samples stay in {self.path / SHARDS}" if self._shards else "no samples were finished yet"
+        return OutputError(
+            f"The disk is full or over quota: {target} can't be written ({error.strerror}).",
+            expected=f"{wanted:,} free bytes for this file",
+            cause=f"what was written before is whole: {kept}",
+            next_step="Free some space, or choose an --output on another disk, and run again.",
+        )
+
+
+def _is_run(folder: Path) -> bool:
+    # Other tools have files named manifest.json too: the mark inside decides.
+    try:
+        content = json.loads((folder / MANIFEST).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and content.get("tool") == "psgrad"
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _write_atomically(target: Path, data: bytes | memoryview) -> None:
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync_folder(target.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    # The rename itself is durable only when the folder is: without this a power cut may undo it.
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _harmless(frame: pd.DataFrame) -> pd.DataFrame:
+    """The frame for a spreadsheet: text that would be run as a formula starts with an apostrophe."""
+    text_columns = frame.select_dtypes(exclude=["number", "bool", "datetime"]).columns
+    return frame.assign(**{column: frame[column].map(_without_formula) for column in text_columns})
+
+
+def _without_formula(cell: Any) -> Any:
+    return f"'{cell}" if isinstance(cell, str) and cell.startswith(_FORMULA_STARTS) else cell
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, np.ndarray):
+        return _plain(value.tolist())
+    if isinstance(value, np.generic):
+        return _plain(value.item())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return str(value) if isinstance(value, Path) else value
