@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import register_random, settings
 
 # The same examples in every run: a test that fails does so for everybody. The first call on a device is slow, so no deadline.
 settings.register_profile("psgrad", deadline=None, derandomize=True, max_examples=30)
 settings.load_profile("psgrad")
+
+
+class TorchRandom:
+    """torch's generator in the form that hypothesis asks for, so that an example always draws the same tensors."""
+
+    seed = staticmethod(torch.manual_seed)
+    getstate = staticmethod(torch.get_rng_state)
+    setstate = staticmethod(torch.set_rng_state)
+
+
+torch_random = TorchRandom()  # hypothesis keeps a weak reference only
+register_random(torch_random)
 
 torch.set_num_threads(min(2, torch.get_num_threads()))
 # TF32 keeps 10 bits of mantissa, less than any tolerance below.

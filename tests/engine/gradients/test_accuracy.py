@@ -1,0 +1,57 @@
+"""The engine's promise: the numbers of a one-sample loop, for every architecture, precision and chunk size."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from tests.engine.gradients.agreement import TOLERANCES, answers, assert_answers_agree, deferred_gradients, draw_weights_and_vector, joined
+from tests.models import ARCHITECTURES, Architecture
+from tests.oracles import one_sample_gradients
+
+# Not a multiple of any chunk size but 1, so that each also ends with a smaller chunk.
+SAMPLES = 34
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+def test_every_query_agrees_with_the_loop(architecture: Architecture, dtype: torch.dtype, device: torch.device) -> None:
+    model = architecture.build(dtype=dtype).to(device)
+    inputs, target = architecture.batch(SAMPLES, dtype=dtype)
+    inputs, target = tuple(value.to(device) for value in inputs), target.to(device)
+
+    # The loop runs in float64 on the same weights and inputs, so that all of the error is the engine's own.
+    exact_inputs = tuple(value.double() if value.is_floating_point() else value for value in inputs)
+    expected = one_sample_gradients(copy.deepcopy(model).double(), architecture.loss, exact_inputs, target)
+    weights, vector = draw_weights_and_vector(expected, dtype)
+
+    for chunk_size in (1, 3, 32, SAMPLES):
+        chunks = []
+        for start in range(0, SAMPLES, chunk_size):
+            rows = slice(start, start + chunk_size)
+            grads = deferred_gradients(model, architecture.loss, tuple(value[rows] for value in inputs), target[rows])
+            chunks.append(answers(grads, weights[rows], vector))
+        assert_answers_agree(joined(chunks), expected, weights, vector, TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
+def test_the_model_is_left_as_it_was(architecture: Architecture, device: torch.device) -> None:
+    model = architecture.build().to(device)
+    before = copy.deepcopy(model.state_dict())
+    inputs, target = architecture.batch(2)
+    deferred_gradients(model, architecture.loss, tuple(value.to(device) for value in inputs), target.to(device)).materialise()
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
+def test_losses_are_those_of_the_samples(architecture: Architecture, device: torch.device) -> None:
+    model = architecture.build(dtype=torch.float64).to(device)
+    inputs, target = architecture.batch(5, dtype=torch.float64)
+    inputs, target = tuple(value.to(device) for value in inputs), target.to(device)
+    outputs = model(*inputs)
+    expected = torch.stack([architecture.loss(output, wanted) for output, wanted in zip(outputs, target, strict=True)])
+    grads = deferred_gradients(model, architecture.loss, inputs, target)
+    torch.testing.assert_close(grads.losses, expected.detach(), rtol=1e-10, atol=0)
