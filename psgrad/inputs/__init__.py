@@ -1,0 +1,1 @@
+"""From the names in a config to a live model, loss and dataset."""
