@@ -1,0 +1,229 @@
+"""Batching: a level whose tracers carry a sample axis that the user's function does not see.
+
+The physical value of a `BatchTracer` has the sample axis in front, always; its logical shape is the rest. Operators run on the
+real batched kernels. A value without that axis stays a plain value (or a tracer of a lower level) and is never copied per sample.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from psgrad.engine.transforms import diagnostics
+from psgrad.engine.transforms.levels import (
+    Level,
+    Op,
+    Tracer,
+    facts,
+    map_tracers,
+    refuse_mutation,
+    state,
+)
+from psgrad.engine.transforms.rules.registry import batching_rule, decompose
+from psgrad.errors import TransformError
+
+RANDOMNESS = ("error", "same", "different")
+
+
+class Deferred(Protocol):
+    """A batched value that has not been computed: what a deferral policy returns in place of a tensor."""
+
+    shape: torch.Size  # logical, without the sample axis
+    dtype: torch.dtype
+    device: torch.device
+
+    def materialise(self) -> torch.Tensor:
+        """The value, sample axis in front."""
+
+
+class Deferral(Protocol):
+    """What a level may put off. See engine/gradients/deferral.py for the one policy there is."""
+
+    def starts(self, op: Op) -> bool:
+        """Whether `op` may begin a deferred value."""
+
+    def apply(self, batch: Batch, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of `op`, un-run (Deferred values in the place of tensors), or NotImplemented to run it now."""
+
+
+class BatchTracer(Tracer):
+    """A value with a sample axis. `value` is the physical tensor, or a Deferred one that becomes a tensor when it is needed."""
+
+    level: BatchLevel
+
+    @staticmethod
+    def __new__(cls, value: Any, level: BatchLevel) -> BatchTracer:
+        if isinstance(value, torch.Tensor):
+            shape, strides = value.shape[1:], value.stride()[1:]
+            tracer = torch.Tensor._make_wrapper_subclass(
+                cls, shape, strides=strides, storage_offset=0, dtype=value.dtype, device=value.device
+            )
+        else:
+            tracer = torch.Tensor._make_wrapper_subclass(cls, value.shape, dtype=value.dtype, device=value.device)
+        tracer.value, tracer.level = value, level
+        return tracer  # type: ignore[no-any-return]
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    def below(self) -> torch.Tensor:
+        if not isinstance(self.value, torch.Tensor):
+            self.value = self.value.materialise()
+        return self.value
+
+
+class BatchLevel(Level):
+    """vmap: `size` samples; `randomness` says what a random draw means for them."""
+
+    def __init__(self, size: int, randomness: str = "error", deferral: Deferral | None = None) -> None:
+        super().__init__()
+        self.size = size
+        self.randomness = randomness
+        self.deferral = deferral
+        self.batch = Batch(self)
+
+    def lift(self, physical: Any) -> BatchTracer:
+        return BatchTracer(physical, self)
+
+    def owns(self, value: Any) -> bool:
+        return isinstance(value, BatchTracer) and value.level is self
+
+    def draws(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return True
+
+    def process(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.deferral is not None:
+            result = self._defer(self.deferral, op, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        operator = facts(op)
+        if operator.is_random:
+            return self._draw(op, args, kwargs)
+        if operator.mutated or operator.mutated_kwargs:
+            return self._in_place(op, args, kwargs)
+        rule = batching_rule(op)
+        if rule is None:
+            return decompose(op, args, kwargs)
+        return self._wrap(rule(self.batch, op, *args, **kwargs))
+
+    def _wrap(self, result: Any) -> Any:
+        return map_tracers(self._wrap_one, result)
+
+    def _wrap_one(self, physical: torch.Tensor) -> torch.Tensor:
+        return physical if self.owns(physical) else BatchTracer(physical, self)
+
+    def _defer(self, deferral: Deferral, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        waiting = any(isinstance(a, BatchTracer) and a.level is self and not isinstance(a.value, torch.Tensor) for a in args)
+        if not waiting and not (state.cotangent_is_shared and deferral.starts(op)):
+            return NotImplemented
+        result = deferral.apply(self.batch, op, args, kwargs)
+        if result is NotImplemented or isinstance(result, torch.Tensor):
+            return result
+        if isinstance(result, tuple):
+            return tuple(BatchTracer(item, self) if item is not None else None for item in result)
+        return BatchTracer(result, self)
+
+    def _in_place(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        operator = facts(op)
+        if operator.mutated_kwargs:
+            refuse_mutation(op, "an output argument (out=)", "psgrad does not write batched results into given tensors")
+        for position in operator.mutated:
+            if not self.owns(args[position]):
+                refuse_mutation(
+                    op,
+                    "a tensor without a sample axis, from one that has it",
+                    "each sample would need a copy of its own of the tensor that is written to",
+                )
+        rule = batching_rule(op)
+        if rule is None:
+            decompose(op, args, kwargs)
+        else:
+            rule(self.batch, op, *args, **kwargs)
+        return args[operator.mutated[0]]
+
+    # -- random operators -------------------------------------------------------------------------------------------------
+
+    def _draw(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.randomness == "error":
+            raise TransformError(
+                f"a random operator ({op.name()}) was called with randomness='error'{diagnostics.where()}",
+                expected="randomness='different' (each sample its own draw) or randomness='same' (one draw for all)",
+                cause="a dropout layer in training mode, or noise inside the loss",
+                next_step="call model.eval(), or say randomness='different' or 'same'",
+            )
+        mapped = any(self.owns(a) for a in args)
+        rule = batching_rule(op)
+        if rule is None:
+            raise TransformError(f"the random operator {op.name()} has no batching rule{diagnostics.where()}")
+        mutated = facts(op).mutated
+        if self.randomness == "same":
+            if mapped and mutated:
+                # one draw for all: drawn without the axis, then written to every sample
+                target = self.batch.physical(args[0])
+                drawn = torch.empty_like(target[0]) if self.size else torch.empty(args[0].shape)
+                op(drawn, *args[1:], **kwargs)
+                target.copy_(drawn.expand_as(target))
+                return args[0]
+            if mapped:
+                if rule.__name__ == "draw_like":
+                    sample = torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device)
+                    return op(sample, *args[1:], **kwargs)
+                raise TransformError(
+                    f"{op.name()} on batched values can't draw the same for all samples{diagnostics.where()}",
+                    next_step="use randomness='different'",
+                )
+            from psgrad.engine.transforms.levels import interpret
+
+            return interpret(op, args, kwargs, below=self)
+        if mutated:
+            if not self.owns(args[0]):
+                refuse_mutation(op, "a tensor without a sample axis, with a different draw for each sample", "one tensor, many draws")
+            rule(self.batch, op, *args, **kwargs)
+            return args[0]
+        return self._wrap(rule(self.batch, op, *args, **kwargs))
+
+
+class Batch:
+    """What a batching rule may ask about its arguments."""
+
+    def __init__(self, level: BatchLevel) -> None:
+        self.level = level
+
+    @property
+    def size(self) -> int:
+        return self.level.size
+
+    def is_mapped(self, value: Any) -> bool:
+        """Whether `value` carries the sample axis."""
+        return isinstance(value, BatchTracer) and value.level is self.level
+
+    def raw(self, value: Any) -> Any:
+        """The physical value of a mapped tensor; anything else as it is."""
+        return value.below() if self.is_mapped(value) else value
+
+    def physical(self, value: Any) -> torch.Tensor:
+        """[n, *shape]: the physical value; one without the axis is expanded, which copies nothing."""
+        if self.is_mapped(value):
+            return value.below()  # type: ignore[no-any-return]
+        return value.unsqueeze(0).expand(self.level.size, *value.shape)  # type: ignore[no-any-return]
+
+    def aligned(self, value: Any, rank: int) -> Any:
+        """Ready to broadcast against values of logical rank `rank`: a mapped one gets unit axes behind the sample axis."""
+        if not self.is_mapped(value):
+            return value
+        physical = value.below()
+        missing = rank - (physical.dim() - 1)
+        if missing > 0:
+            return physical.reshape(physical.shape[0], *(1,) * missing, *physical.shape[1:])
+        return physical
+
+    def fold(self, value: torch.Tensor) -> torch.Tensor:
+        """[n * b, ...] from a logical [b, ...]: the sample axis goes into the kernel's own batch axis."""
+        return self.physical(value).flatten(0, 1)
+
+    def unfold(self, physical: Any) -> Any:
+        """The inverse of `fold`, for one result or a tuple of them."""
+        if isinstance(physical, tuple):
+            return tuple(self.unfold(item) for item in physical)
+        return physical.unflatten(0, (self.level.size, -1)) if self.level.size else physical.reshape(0, 1, *physical.shape[1:])

@@ -1,0 +1,68 @@
+"""Where in the user's program an operator came from, for error messages."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+_TORCH = str(Path(torch.__file__).parent)
+_ENGINE = str(Path(__file__).parent.parent)
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def user_line() -> str | None:
+    """`file:line` of the innermost frame that belongs neither to PyTorch nor to the engine."""
+    for frame in _frames():
+        name = frame.f_code.co_filename
+        if not name.startswith((_TORCH, _ENGINE, "<")):
+            return f"{name}:{frame.f_lineno}"
+    return None
+
+
+def module_path() -> str | None:
+    """The innermost nn.Module whose forward is running, as `name (Class)`; the name is the one in the outermost module."""
+    modules = [
+        frame.f_locals["self"]
+        for frame in _frames()
+        if frame.f_code.co_name == "forward" and isinstance(frame.f_locals.get("self"), torch.nn.Module)
+    ]
+    if not modules:
+        return None
+    inner, outer = modules[0], modules[-1]
+    name = next((name for name, module in outer.named_modules() if module is inner), "")
+    return f"{name or 'the model'} ({type(inner).__name__})"
+
+
+def where() -> str:
+    """` (in layer fc1 (Linear), model.py:12)`, as far as it is known."""
+    parts = []
+    if module := module_path():
+        parts.append(f"in {module}")
+    if line := user_line():
+        parts.append(f"at {line}")
+    return f" ({', '.join(parts)})" if parts else ""
+
+
+def running_autograd_function() -> str | None:
+    """The name of the autograd.Function whose forward is running, if one is.
+
+    PyTorch runs such a forward with recording off, so a transform would see constants and return zero gradients in silence.
+    """
+    previous: FrameType | None = None
+    for frame in _frames():
+        code = frame.f_code
+        if code.co_name == "apply" and code.co_filename.endswith("autograd/function.py"):
+            owner = frame.f_locals.get("cls")
+            return getattr(owner, "__name__", None) or (previous.f_code.co_qualname if previous is not None else "?")
+        previous = frame
+    return None

@@ -1,0 +1,296 @@
+"""Levels and tracers: how an operator finds the transform that has to handle it.
+
+Each active transform is a *level* on a stack. A value at a level is a `Tracer`: a tensor without storage that stands for
+something else (a recorded value, a whole batch). PyTorch hands every operator that meets a tracer to `interpret`, which passes
+it to the highest level among the arguments; that level's rule calls operators on the values below, which are plain tensors or
+tracers of lower levels, and so on down to the kernels.
+
+While a transform runs the user's function, two things hold:
+
+- PyTorch's autograd layer is switched off, so operators arrive as the user called them, composite ones (`linear`,
+  `scaled_dot_product_attention`) whole, at every level alike, and nothing is recorded on the user's parameters.
+- An interpreter mode sees the operators without any tracer among their arguments too: random draws must obey `randomness`,
+  and a fresh tensor (`zeros`) must be able to receive traced values.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from psgrad.engine.transforms import diagnostics
+
+Op = torch._ops.OpOverload
+
+
+class _State(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[Level] = []
+        self.interpreting = False
+        # True while a cotangent is computed for a value that no sample axis has touched: only there may a
+        # contraction over the sample axis be put off (see Deferral in batching.py).
+        self.cotangent_is_shared = False
+
+
+state = _State()
+_level_ids = itertools.count(1)
+
+
+class Tracer(torch.Tensor):
+    """A value at one level. Its shape, strides, dtype and device are those that the user's function sees."""
+
+    level: Level
+    value: Any
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    base_name: ClassVar[str] = "Tracer"
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return interpret(op, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"{type(self).__name__}(level={self.level.index}, value={self.value!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.clone()
+
+    def below(self) -> torch.Tensor:
+        """The value that this tracer stands for, one level down."""
+        raise NotImplementedError
+
+
+class Level:
+    """One active transform. Subclasses say what it does at one operator."""
+
+    def __init__(self) -> None:
+        self.index = 0
+        self.id = next(_level_ids)
+        self.alive = False
+
+    def process(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+    def process_untraced(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operator of the user's function in which no tracer takes part."""
+        return op(*args, **kwargs)
+
+    def draws(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether this level has a say in a random operator that none of its tracers takes part in."""
+        return False
+
+    @contextmanager
+    def body(self, grad_mode: bool | None = None) -> Iterator[Level]:
+        """Run the user's function inside: `with level.body(): out = f(*tracers)`. Leaves no trace behind, whatever happens."""
+        with ExitStack() as exits:
+            exits.enter_context(torch.inference_mode(False))
+            if grad_mode is not None:
+                exits.enter_context(torch.set_grad_enabled(grad_mode))
+            exits.enter_context(below_autograd())
+            exits.enter_context(_slow_paths())
+            if not state.interpreting:
+                exits.enter_context(_Interpreter())
+            self.index = state.stack[-1].index + 1 if state.stack else 1
+            self.alive = True
+            state.stack.append(self)
+            exits.callback(self._leave)
+            yield self
+
+    def _leave(self) -> None:
+        self.alive = False
+        state.stack.remove(self)
+
+
+@contextmanager
+def below_autograd() -> Iterator[None]:
+    """Operators go past PyTorch's autograd: nothing is recorded, and composite operators stay whole."""
+    guard = torch._C._AutoDispatchBelowAutograd()
+    try:
+        yield
+    finally:
+        del guard
+
+
+@contextmanager
+def _slow_paths() -> Iterator[None]:
+    """Without the fused inference kernels of nn.MultiheadAttention and nn.TransformerEncoderLayer, which have no derivative."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
+
+
+class _Interpreter(TorchDispatchMode):
+    """Sees every operator of the user's function, also those on plain tensors."""
+
+    def __enter__(self) -> Any:
+        state.interpreting = True
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        state.interpreting = False
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, op: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _top_level(args, kwargs) is not None or not state.stack:
+            return interpret(op, args, kwargs)
+        if op in RANDOM_COMPOSITES:
+            with self:
+                return op.decompose(*args, **kwargs)
+        if is_random(op):
+            return interpret(op, args, kwargs)
+        return state.stack[-1].process_untraced(op, args, kwargs)
+
+
+def interpret(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], below: Level | None = None) -> Any:
+    """Hand `op` to the highest level among its arguments (for a random operator: to the highest that has a say in it).
+
+    `below`: only levels under this one are asked; a level passes itself here to go one floor down.
+    """
+    level = _top_level(args, kwargs)
+    if level is _DEAD:
+        args, kwargs = map_tracers(_resurrect, args), map_tracers(_resurrect, kwargs)
+        return interpret(op, args, kwargs, below) if _top_level(args, kwargs) is not None else op(*args, **kwargs)
+    if is_random(op):
+        for candidate in reversed(state.stack):
+            if level is not None and candidate.index <= level.index:
+                break
+            if (below is None or candidate.index < below.index) and candidate.draws(op, args, kwargs):
+                return candidate.process(op, args, kwargs)
+    if level is None:
+        return op(*args, **kwargs)
+    return level.process(op, args, kwargs)
+
+
+_DEAD: Any = Level()
+
+
+def _top_level(args: Any, kwargs: dict[str, Any]) -> Level | None:
+    """The highest level among the arguments, None without any tracer, `_DEAD` if one has outlived its transform."""
+    top: Level | None = None
+    for tracer in tracers_in(args, kwargs):
+        level = tracer.level
+        if not level.alive:
+            return _DEAD  # type: ignore[no-any-return]
+        if top is None or level.index > top.index:
+            top = level
+    return top
+
+
+def tracers_in(args: Any, kwargs: dict[str, Any]) -> Iterator[Tracer]:
+    """All tracers among the arguments, also inside lists (`cat`, `stack`, `index`)."""
+    for argument in itertools.chain(args, kwargs.values()) if kwargs else args:
+        if isinstance(argument, Tracer):
+            yield argument
+        elif isinstance(argument, (list, tuple)):
+            for item in argument:
+                if isinstance(item, Tracer):
+                    yield item
+
+
+def map_tracers(function: Callable[[Any], Any], tree: Any) -> Any:
+    """`function` applied to each tensor in an operator's arguments or results."""
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    if isinstance(tree, (list, tuple)):
+        items = [map_tracers(function, item) for item in tree]
+        return items if isinstance(tree, list) else tuple(items)
+    if isinstance(tree, dict):
+        return {key: map_tracers(function, item) for key, item in tree.items()}
+    return tree
+
+
+def _resurrect(tensor: torch.Tensor) -> torch.Tensor:
+    while isinstance(tensor, Tracer) and not tensor.level.alive:
+        tensor = tensor.below()
+    return tensor
+
+
+def outlive(tensor: Any) -> Any:
+    """What a tracer stands for once the transforms that made it have ended."""
+    return _resurrect(tensor) if isinstance(tensor, Tracer) else tensor
+
+
+class OpFacts(NamedTuple):
+    """What an operator's schema says."""
+
+    mutated: tuple[int, ...]  # positions of the arguments that it writes to
+    mutated_kwargs: tuple[str, ...]  # the same for `out=`-like arguments
+    is_view: bool
+    is_random: bool
+
+
+@functools.cache
+def facts(op: Op) -> OpFacts:
+    schema = op._schema
+    mutated, mutated_kwargs = [], []
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            if argument.kwarg_only:
+                mutated_kwargs.append(argument.name)
+            else:
+                mutated.append(position)
+    is_view = not mutated and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    return OpFacts(tuple(mutated), tuple(mutated_kwargs), is_view, torch.Tag.nondeterministic_seeded in op.tags)
+
+
+def is_random(op: Op) -> bool:
+    return facts(op).is_random
+
+
+aten = torch.ops.aten
+
+# Composite operators that draw: their schema does not say so, their pieces do.
+RANDOM_COMPOSITES: frozenset[Op] = frozenset(
+    {
+        aten.dropout.default,
+        aten.dropout_.default,
+        aten.feature_dropout.default,
+        aten.feature_dropout_.default,
+        aten.alpha_dropout.default,
+        aten.alpha_dropout_.default,
+        aten.feature_alpha_dropout.default,
+        aten.feature_alpha_dropout_.default,
+    }
+)
+
+
+@functools.cache
+def functional_variant(op: Op) -> Op | None:
+    """The operator that returns what the in-place operator `op` would write: `add_.Tensor` -> `add.Tensor`."""
+    name = op._schema.name.removeprefix("aten::")
+    if not op._schema.name.startswith("aten::"):
+        return None
+    special = {
+        "bernoulli_.float": aten.bernoulli.p,
+        "zero_": aten.zeros_like.default,
+        "normal_": aten.normal_functional.default,
+    }
+    key = name + ("." + op._overloadname if op._overloadname != "default" else "")
+    if key in special:
+        return special[key]
+    packet = getattr(aten, name.rstrip("_"), None)
+    return getattr(packet, op._overloadname, None) if packet is not None else None
+
+
+def refuse_mutation(op: Op, what: str, cause: str) -> Any:
+    """In-place operators that can't be honoured fail by name; the alternative is a silently wrong number."""
+    from psgrad.errors import TransformError
+
+    raise TransformError(
+        f"{op.name().removeprefix('aten::')} writes in place into {what}{diagnostics.where()}",
+        expected="a target that was made inside the transformed function from its inputs",
+        cause=cause,
+        next_step="use the operator that returns a new tensor (x = x + y for x += y, torch.where or index_put for x[i] = y), "
+        "or make the target from an input, for example x.new_zeros(...) in place of torch.zeros(...)",
+    )

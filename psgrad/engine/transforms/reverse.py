@@ -1,0 +1,383 @@
+"""Reverse mode: a level that records each operator with the VJP rules of its inputs, and the pass back over that record.
+
+The record of an operator is a `Node`. It holds, for each input that needs a cotangent, one closure from the output's cotangent
+to the input's; a closure keeps alive just the values that its rule needs. Values are those one level down, so the pass back is
+itself an ordinary program that outer transforms see and handle: that is all there is to nesting.
+
+In-place operators are carried out of place: the tracer is given the new value. A tracer that is a view remembers its base and
+the operator that made it; a write through a view writes the base, and a view whose base was written is taken again.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from psgrad.engine.transforms import diagnostics
+from psgrad.engine.transforms.levels import (
+    Level,
+    Op,
+    Tracer,
+    aten,
+    below_autograd,
+    facts,
+    functional_variant,
+    interpret,
+    is_random,
+    map_tracers,
+    refuse_mutation,
+    state,
+)
+from psgrad.engine.transforms.rules.registry import JointVJP, decompose, decomposition_of, derivative_rule, is_constant
+from psgrad.engine.transforms.rules.views import write_through
+from psgrad.errors import TransformError
+
+_sequence = itertools.count()
+Closure = Callable[[Any], Any]
+
+
+class Node:
+    """One recorded operator (or, without inputs, one leaf)."""
+
+    __slots__ = ("edges", "joint", "outputs", "sequence")
+
+    def __init__(self, outputs: int = 1) -> None:
+        self.sequence = next(_sequence)
+        self.outputs = outputs
+        self.edges: list[Edge] = []
+        self.joint: Closure | None = None  # one closure for all edges: cotangent(s) -> cotangents of the inputs, by position
+
+    def __lt__(self, other: Node) -> bool:
+        return self.sequence > other.sequence  # a heap pops the latest first
+
+
+class Edge:
+    """From an operator to one of its inputs."""
+
+    __slots__ = ("closure", "output", "position", "shared", "source")
+
+    def __init__(self, source: Node, output: int, position: Any, closure: Closure | None, shared: bool) -> None:
+        self.source = source  # the node that made the input
+        self.output = output  # which of its results the input is
+        self.position = position  # argument number, or (argument number, place in the list)
+        self.closure = closure
+        self.shared = shared  # no sample axis below: this input is the same for all samples
+
+
+class GradTracer(Tracer):
+    """A value that is recorded (`node` set) or constant (`node` None) at a reverse-mode level."""
+
+    level: GradLevel
+    value: torch.Tensor
+    node: Node | None
+    output: int
+
+    @staticmethod
+    def __new__(cls, value: torch.Tensor, level: GradLevel, node: Node | None = None, output: int = 0) -> GradTracer:
+        tracer = torch.Tensor._make_wrapper_subclass(
+            cls, value.shape, strides=value.stride(), storage_offset=0, dtype=value.dtype, device=value.device
+        )
+        tracer.level, tracer.value, tracer.node, tracer.output = level, value, node, output
+        tracer.view_of = None
+        tracer.writes = tracer.writes_seen = 0
+        return tracer  # type: ignore[no-any-return]
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    def below(self) -> torch.Tensor:
+        self.level.refresh(self)
+        return self.value
+
+    # A view: the tracer it was taken from, the operator, its arguments behind the first, and which of its results this is.
+    view_of: tuple[GradTracer, Op, tuple[Any, ...], dict[str, Any], int | None] | None
+    writes: int  # how often this tracer was written to
+    writes_seen: int  # the base's `writes` when this view was taken
+
+
+class GradLevel(Level):
+    """Reverse-mode differentiation with respect to the tracers made by `leaf`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Operators below run in the caller's grad mode: recording is switched on and off level by level.
+        self.callers_grad_mode = torch.is_grad_enabled()
+
+    def leaf(self, value: torch.Tensor) -> GradTracer:
+        return GradTracer(value, self, Node())
+
+    def constant(self, value: torch.Tensor) -> GradTracer:
+        return GradTracer(value, self)
+
+    def owns(self, value: Any) -> bool:
+        return isinstance(value, GradTracer) and value.level is self
+
+    # -- one operator -------------------------------------------------------------------------------------------------
+
+    def process_untraced(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = self._lower(op, args, kwargs)
+        if any(True for _ in _tensors(args, kwargs)):
+            return result
+        return map_tracers(self.constant, result)  # a fresh tensor: traced values may be written into it
+
+    def process(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        operator = facts(op)
+        if operator.mutated or operator.mutated_kwargs:
+            return self._in_place(op, args, kwargs)
+        tracked = self._tracked(args)
+        kwargs_tracked = any(self.owns(v) and v.node is not None for v in kwargs.values())
+        recording = (tracked or kwargs_tracked) and not is_constant(op)
+        if recording and not torch.is_grad_enabled():
+            if name := diagnostics.running_autograd_function():
+                raise TransformError(
+                    f"torch.autograd.Function {name} is used in the transformed function{diagnostics.where()}",
+                    expected="operators that psgrad sees; the backward of such a Function is invisible to it",
+                    cause="the gradient that passes through the Function would be zero without a word",
+                    next_step="write the computation with ordinary tensor operations (for a checkpoint: use_reentrant=False)",
+                )
+            recording = False
+        if not recording:
+            # Composite operators may return views or write in place: taken apart, their pieces are handled one by one.
+            if op._can_decompose() and not is_constant(op):
+                return decompose(op, args, kwargs)
+            result = self._lower(op, self._unwrap(args), self._unwrap(kwargs))
+            return self._wrap_constant(op, args, kwargs, result)
+        rule = derivative_rule(op)
+        if rule is None or kwargs_tracked:
+            return decompose(op, args, kwargs)
+        custom = rule.instead(self, args, kwargs) if rule.instead is not None else None
+        if custom is not None:
+            return custom
+        values, value_kwargs = self._unwrap(args), self._unwrap(kwargs)
+        result = self._lower(op, values, value_kwargs)
+        node = self._record(rule, tracked, result, values, value_kwargs)
+        return self._wrap_recorded(op, args, kwargs, result, node)
+
+    def _lower(self, op: Op, values: Any, kwargs: Any) -> Any:
+        if is_random(op):
+            return interpret(op, values, kwargs, below=self)
+        if torch.is_grad_enabled() == self.callers_grad_mode:
+            return op(*values, **kwargs)
+        with torch.set_grad_enabled(self.callers_grad_mode):
+            return op(*values, **kwargs)
+
+    def _tracked(self, args: tuple[Any, ...]) -> list[tuple[Any, GradTracer]]:
+        """The inputs that need a cotangent, each with its position."""
+        found: list[tuple[Any, GradTracer]] = []
+        for position, argument in enumerate(args):
+            if isinstance(argument, GradTracer):
+                if argument.level is self:
+                    self.refresh(argument)
+                    if argument.node is not None:
+                        found.append((position, argument))
+            elif isinstance(argument, (list, tuple)):
+                for place, item in enumerate(argument):
+                    if isinstance(item, GradTracer) and item.level is self:
+                        self.refresh(item)
+                        if item.node is not None:
+                            found.append(((position, place), item))
+        return found
+
+    def _unwrap(self, tree: Any) -> Any:
+        if isinstance(tree, GradTracer) and tree.level is self:
+            self.refresh(tree)
+            return tree.value
+        if isinstance(tree, (list, tuple)):
+            items = [self._unwrap(item) for item in tree]
+            return items if isinstance(tree, list) else tuple(items)
+        if isinstance(tree, dict):
+            return {key: self._unwrap(item) for key, item in tree.items()}
+        return tree
+
+    def _record(self, rule: Any, tracked: Sequence[tuple[Any, GradTracer]], result: Any, values: Any, kwargs: Any) -> Node | None:
+        node = Node(len(result) if isinstance(result, (tuple, list)) else 1)
+        grad_mode = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(self.callers_grad_mode)
+        try:
+            joint = rule.vjp if isinstance(rule.vjp, JointVJP) else None
+            if joint is not None:
+                node.joint = joint.make(result, *values, **kwargs)
+            for position, tracer in tracked:
+                if not (tracer.dtype.is_floating_point or tracer.dtype.is_complex):
+                    continue
+                closure = None
+                if joint is None:
+                    make = rule.vjp.get(position if isinstance(position, int) else position[0])
+                    if make is None:
+                        continue  # the derivative with respect to this argument is zero
+                    closure = make(result, *values, **kwargs)
+                    if isinstance(position, tuple):
+                        closure = closure(position[1])
+                assert tracer.node is not None
+                node.edges.append(Edge(tracer.node, tracer.output, position, closure, not isinstance(tracer.value, Tracer)))
+        finally:
+            torch._C._set_grad_enabled(grad_mode)
+        return node if node.edges else None
+
+    def _wrap_recorded(self, op: Op, args: Any, kwargs: Any, result: Any, node: Node | None) -> Any:
+        is_view = facts(op).is_view
+        if isinstance(result, torch.Tensor):
+            if node is None or not (result.dtype.is_floating_point or result.dtype.is_complex):
+                tracer = GradTracer(result, self)
+            else:
+                tracer = GradTracer(result, self, node)
+            if is_view:
+                self._remember_view(tracer, op, args, kwargs, None)
+            return tracer
+        if not isinstance(result, (tuple, list)):
+            return result
+        tracers: list[Any] = []
+        for output, item in enumerate(result):
+            if not isinstance(item, torch.Tensor):
+                tracers.append(item)
+                continue
+            differentiable = node is not None and (item.dtype.is_floating_point or item.dtype.is_complex)
+            tracer = GradTracer(item, self, node if differentiable else None, output)
+            if is_view:
+                self._remember_view(tracer, op, args, kwargs, output)
+            tracers.append(tracer)
+        return type(result)(tracers) if isinstance(result, list) else tuple(tracers)
+
+    def _wrap_constant(self, op: Op, args: Any, kwargs: Any, result: Any) -> Any:
+        return self._wrap_recorded(op, args, kwargs, result, None)
+
+    # -- in-place operators and views -----------------------------------------------------------------------------------
+
+    def _remember_view(self, tracer: GradTracer, op: Op, args: Any, kwargs: Any, output: int | None) -> None:
+        base = args[0] if args else None
+        if isinstance(base, GradTracer) and base.level is self:
+            tracer.view_of = (base, op, args[1:], kwargs, output)
+            tracer.writes_seen = base.writes
+
+    def refresh(self, tracer: GradTracer) -> None:
+        """Take a view again whose base was written to since."""
+        if tracer.view_of is None:
+            return
+        base, op, rest, kwargs, output = tracer.view_of
+        self.refresh(base)
+        if tracer.writes_seen == base.writes:
+            return
+        again = op(base, *rest, **kwargs)
+        again = again if output is None else again[output]
+        tracer.value, tracer.node, tracer.output = again.value, again.node, again.output
+        tracer.writes_seen = base.writes
+        tracer.writes += 1
+
+    def _in_place(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        operator = facts(op)
+        if operator.mutated_kwargs or operator.mutated != (0,):
+            refuse_mutation(op, "an output argument (out=) or several arguments", "psgrad carries out in-place operators out of place")
+        target = args[0]
+        if not self.owns(target):
+            refuse_mutation(
+                op,
+                "a tensor that the transform does not follow",
+                "the tensor was made outside the transformed function (a buffer, a cache), so what is written would be lost",
+            )
+        functional = functional_variant(op)
+        if functional is None:
+            refuse_mutation(op, "a traced tensor", f"{op} has no counterpart that returns a new tensor")
+            raise AssertionError
+        new = functional(*args, **kwargs)
+        if new.dtype != target.dtype:
+            new = new.to(target.dtype)
+        if new.shape != target.shape:
+            if new.dim() > target.dim() or torch.broadcast_shapes(new.shape, target.shape) != target.shape:
+                raise TransformError(
+                    f"{op} can't write a result of shape {tuple(new.shape)} into a tensor of shape {tuple(target.shape)}{diagnostics.where()}"
+                )
+            new = new.expand(target.shape)
+        self._write(target, new)
+        return target
+
+    def _write(self, target: GradTracer, new: GradTracer) -> None:
+        if target.view_of is not None:
+            base, op, rest, kwargs, output = target.view_of
+            written = write_through(op, base, new, rest, kwargs, output)
+            if written is None:
+                refuse_mutation(op, f"a view made by {op}", "a write through this kind of view is not supported")
+                raise AssertionError
+            self._write(base, written)
+            target.writes_seen = base.writes
+        target.value, target.node, target.output = new.value, new.node, new.output
+        target.writes += 1
+
+
+def _tensors(args: Any, kwargs: Any) -> Any:
+    for argument in itertools.chain(args, kwargs.values()):
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        elif isinstance(argument, (list, tuple)):
+            yield from (item for item in argument if isinstance(item, torch.Tensor))
+
+
+# -- the pass back ----------------------------------------------------------------------------------------------------------
+
+
+def pull_back(
+    seeds: Sequence[tuple[GradTracer, torch.Tensor | None]], leaves: Sequence[GradTracer | Node], *, keep: bool
+) -> list[torch.Tensor | None]:
+    """Cotangents of `leaves`, given those of some results. None stands for zero.
+
+    keep: whether the record is needed again; otherwise its closures are dropped as the pass goes, and memory with them.
+    """
+    pending: dict[Node, list[torch.Tensor | None]] = {}
+    heap: list[Node] = []
+
+    def add(node: Node, output: int, cotangent: torch.Tensor | None) -> None:
+        if cotangent is None:
+            return
+        slots = pending.get(node)
+        if slots is None:
+            slots = pending[node] = [None] * node.outputs
+            heapq.heappush(heap, node)
+        known = slots[output]
+        slots[output] = cotangent if known is None else aten.add.Tensor(known, cotangent)
+
+    wanted = [leaf.node if isinstance(leaf, GradTracer) else leaf for leaf in leaves]
+    finished: dict[Node, torch.Tensor | None] = {}
+    wanted_nodes = {node for node in wanted if node is not None}
+    with below_autograd(), _cotangents_of_shared_values() as shared:
+        for tracer, cotangent in seeds:
+            if tracer.node is not None:
+                add(tracer.node, tracer.output, cotangent)
+        while heap:
+            node = heapq.heappop(heap)
+            slots = pending.pop(node)
+            if node in wanted_nodes:
+                finished[node] = slots[0]
+            if not node.edges:
+                continue
+            cotangent: Any = slots[0] if node.outputs == 1 else slots
+            if node.joint is not None:
+                shared(False)
+                results = node.joint(cotangent, [edge.position for edge in node.edges])
+                for edge in node.edges:
+                    add(edge.source, edge.output, results.get(edge.position))
+            else:
+                for edge in node.edges:
+                    shared(edge.shared)
+                    assert edge.closure is not None
+                    # what an edge adds to a shared value's cotangent is a sum of un-run contractions, too
+                    add(edge.source, edge.output, edge.closure(cotangent))
+            if not keep:
+                node.edges, node.joint = [], None
+    return [finished.get(node) if node is not None else None for node in wanted]
+
+
+@contextmanager
+def _cotangents_of_shared_values() -> Any:
+    before = state.cotangent_is_shared
+
+    def set_shared(value: bool) -> None:
+        state.cotangent_is_shared = value
+
+    try:
+        yield set_shared
+    finally:
+        state.cotangent_is_shared = before

@@ -1,0 +1,29 @@
+"""The rules, one file per operator family. Importing the package fills the table of registry.py."""
+
+from psgrad.engine.transforms.rules import (
+    attention,
+    convolution,
+    elementwise,
+    factories,
+    indexing,
+    losses,
+    matmul,
+    normalization,
+    pooling,
+    reductions,
+    views,
+)
+
+__all__ = [
+    "attention",
+    "convolution",
+    "elementwise",
+    "factories",
+    "indexing",
+    "losses",
+    "matmul",
+    "normalization",
+    "pooling",
+    "reductions",
+    "views",
+]

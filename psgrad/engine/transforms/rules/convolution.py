@@ -1,0 +1,139 @@
+"""Convolution: the sample axis is folded into the kernel's batch axis; the per-sample weight gradient is one kernel call a chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from psgrad.engine.transforms.rules.families import aten
+from psgrad.engine.transforms.rules.registry import Op, define
+
+
+class Geometry(NamedTuple):
+    """A convolution's arguments behind its tensors, in the operator's order."""
+
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    transposed: bool
+    output_padding: Sequence[int]
+    groups: int
+
+
+def _input_back(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Any, *geometry: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda g: aten.convolution_backward.default(g, x, weight, [0], *geometry, [True, False, False])[0]
+
+
+def _weight_back(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Any, *geometry: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda g: aten.convolution_backward.default(g, x, weight, [0], *geometry, [False, True, False])[1]
+
+
+def _bias_back(out: torch.Tensor, *args: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda g: g.sum([0, *range(2, g.dim())])
+
+
+def _batch(batch: Any, op: Op, x: torch.Tensor, weight: torch.Tensor, bias: Any, *args: Any) -> torch.Tensor:
+    geometry = Geometry(*args)
+    if batch.is_mapped(weight):
+        out = _own_weights(batch, op, x, weight, geometry)
+    elif batch.is_mapped(bias):
+        out = batch.unfold(op(batch.fold(x), weight, None, *geometry))
+    else:
+        return batch.unfold(op(batch.fold(x), weight, bias, *geometry))
+    if bias is not None:
+        spatial = (1,) * (weight.dim() - 2)
+        out = out + (batch.raw(bias).reshape(batch.size, 1, -1, *spatial) if batch.is_mapped(bias) else bias.reshape(-1, *spatial))
+    return out
+
+
+def _own_weights(batch: Any, op: Op, x: torch.Tensor, weight: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+    """Each sample has weights of its own (an ensemble, or a second level of vmap): the samples become groups."""
+    n, w = batch.size, batch.physical(weight)
+    if not batch.is_mapped(x) and geometry.groups == 1 and not geometry.transposed:
+        # one input for all: the samples become output channels
+        out = op(x, w.flatten(0, 1), None, *geometry)
+        return out.unflatten(1, (n, -1)).movedim(1, 0)
+    inputs = batch.physical(x).movedim(0, 1).flatten(1, 2)  # [b, n * i, *]
+    out = op(inputs, w.flatten(0, 1), None, *geometry[:-1], geometry.groups * n)
+    return out.unflatten(1, (n, -1)).movedim(1, 0)
+
+
+define(aten.convolution.default, vjp={0: _input_back, 1: _weight_back, 2: _bias_back}, batch=_batch)
+
+
+def _backward_batch(
+    batch: Any, op: Op, g: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias_sizes: Any, *args: Any
+) -> tuple[torch.Tensor | None, ...]:
+    geometry, mask = Geometry(*args[:-1]), args[-1]
+    grad_x = grad_weight = grad_bias = None
+    if mask[0]:
+        grad_x = _input_gradient(batch, op, g, x, weight, geometry)
+    if mask[1]:
+        grad_weight = weight_gradients(batch.physical(g), batch.physical(x), weight.shape, geometry)
+    if mask[2]:
+        grad_bias = batch.physical(g).sum([1, *range(3, g.dim() + 1)])
+    return grad_x, grad_weight, grad_bias
+
+
+def _input_gradient(batch: Any, op: Op, g: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+    only = [True, False, False]
+    if not batch.is_mapped(weight):
+        return batch.unfold(op(batch.fold(g), batch.fold(x), weight, [0], *geometry, only)[0])
+    n = batch.size
+    folded = [batch.physical(t).movedim(0, 1).flatten(1, 2) for t in (g, x)]
+    out = op(*folded, batch.physical(weight).flatten(0, 1), [0], *geometry[:-1], geometry.groups * n, only)[0]
+    return out.unflatten(1, (n, -1)).movedim(1, 0)
+
+
+define(aten.convolution_backward.default, batch=_backward_batch)
+
+
+def weight_gradients(g: torch.Tensor, x: torch.Tensor, shape: torch.Size, geometry: Geometry) -> torch.Tensor:
+    """Per-sample weight gradients [n, *shape] of a convolution with output cotangents g [n, b, o, *] and inputs x [n, b, i, *]."""
+    columns, cotangents = as_matrices(g, x, shape, geometry)
+    return torch.matmul(cotangents.transpose(-2, -1), columns).reshape(g.shape[0], *shape)
+
+
+def as_matrices(g: torch.Tensor, x: torch.Tensor, shape: torch.Size, geometry: Geometry) -> tuple[torch.Tensor, torch.Tensor]:
+    """A convolution's weight gradient as a matrix product over positions.
+
+    From g [n, b, o, *out] and x [n, b, i, *in] to (patches [n, groups, t, columns], rows [n, groups, t, r]) such that
+    rowsᵀ @ patches, per sample and group, is the weight's gradient; t runs over output positions and the inner batch b. A transposed
+    convolution is the adjoint of an ordinary one: input and cotangent change places.
+    """
+    if geometry.transposed:
+        g, x = x, g
+    kernel = shape[2:]
+    n, b, groups = x.shape[0], x.shape[1], geometry.groups
+    positions = g.shape[3:]
+    patches = windows(x.flatten(0, 1), kernel, positions, geometry)  # [n*b, i, *kernel, *positions]
+    patches = patches.reshape(n, b, groups, x.shape[2] // groups, kernel.numel(), positions.numel())
+    patches = patches.permute(0, 2, 1, 5, 3, 4).reshape(n, groups, b * positions.numel(), -1)
+    cotangents = g.reshape(n, b, groups, g.shape[2] // groups, positions.numel()).permute(0, 2, 1, 4, 3)
+    return patches, cotangents.reshape(n, groups, b * positions.numel(), -1)
+
+
+def windows(x: torch.Tensor, kernel: torch.Size, positions: torch.Size, geometry: Geometry) -> torch.Tensor:
+    """[m, i, *kernel, *positions]: a view of the padded input x [m, i, *in] in which no patch is written out."""
+    spatial = len(kernel)
+    x = padded(x, kernel, positions, geometry)
+    strides = x.stride()
+    return x.as_strided(
+        (*x.shape[:2], *kernel, *positions),
+        (
+            *strides[:2],
+            *(strides[2 + d] * geometry.dilation[d] for d in range(spatial)),
+            *(strides[2 + d] * geometry.stride[d] for d in range(spatial)),
+        ),
+    )
+
+
+def padded(x: torch.Tensor, kernel: torch.Size, positions: torch.Size, geometry: Geometry) -> torch.Tensor:
+    """The input with zeros around it, as far as the windows reach: padding in front, behind as much as the last window needs."""
+    pad: list[int] = []
+    for d in reversed(range(len(kernel))):
+        reach = (positions[d] - 1) * geometry.stride[d] + (kernel[d] - 1) * geometry.dilation[d] + 1
+        pad += [geometry.padding[d], max(0, reach - geometry.padding[d] - x.shape[2 + d])]
+    return torch.constant_pad_nd(x, pad) if any(pad) else x

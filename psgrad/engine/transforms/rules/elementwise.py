@@ -1,0 +1,334 @@
+"""Elementwise operators: arithmetic, functions of one variable, activations, comparisons, casts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from psgrad.engine.transforms.rules.families import aten, cast, elementwise, elementwise_batch, sum_to
+from psgrad.engine.transforms.rules.registry import constant, define
+
+# -- arithmetic ---------------------------------------------------------------------------------------------------------------
+
+elementwise(aten.add.Tensor, x0=lambda out, x, y, alpha=1: lambda g: g, x1=lambda out, x, y, alpha=1: lambda g: _scale(g, alpha))
+elementwise(aten.sub.Tensor, x0=lambda out, x, y, alpha=1: lambda g: g, x1=lambda out, x, y, alpha=1: lambda g: _scale(g, -alpha))
+elementwise(aten.add.Scalar, x0=lambda out, x, y, alpha=1: lambda g: g)
+elementwise(aten.sub.Scalar, x0=lambda out, x, y, alpha=1: lambda g: g)
+elementwise(aten.rsub.Scalar, x0=lambda out, x, y, alpha=1: lambda g: _scale(g, -alpha))
+elementwise(aten.rsub.Tensor, x0=lambda out, x, y, alpha=1: lambda g: _scale(g, -alpha), x1=lambda out, x, y, alpha=1: lambda g: g)
+elementwise(aten.mul.Tensor, x0=lambda out, x, y: lambda g: g * conj(y), x1=lambda out, x, y: lambda g: g * conj(x))
+elementwise(aten.mul.Scalar, x0=lambda out, x, y: lambda g: _scale(g, y.conjugate() if isinstance(y, complex) else y))
+elementwise(aten.div.Tensor, x0=lambda out, x, y: lambda g: g / conj(y), x1=lambda out, x, y: lambda g: -g * conj(out / y))
+elementwise(aten.div.Scalar, x0=lambda out, x, y: lambda g: g / y)
+elementwise(aten.neg.default, x0=lambda out, x: lambda g: -g)
+elementwise(aten.pow.Tensor_Scalar, x0=lambda out, x, p: lambda g: _pow_base(g, x, p))
+elementwise(aten.pow.Scalar, x1=lambda out, b, x: lambda g: _pow_exponent(g, out, b))
+elementwise(
+    aten.pow.Tensor_Tensor,
+    x0=lambda out, x, p: lambda g: g * conj(torch.where(p == 0, torch.zeros_like(out), p * x ** (p - 1))),
+    x1=lambda out, x, p: lambda g: g * conj(torch.where((x == 0) & (p.real >= 0 if p.is_complex() else p >= 0), torch.zeros_like(out), out * torch.log(x))),
+)
+elementwise(
+    aten.addcmul.default,
+    x0=lambda out, a, x, y, value=1: lambda g: g,
+    x1=lambda out, a, x, y, value=1: lambda g: _scale(g * conj(y), value),
+    x2=lambda out, a, x, y, value=1: lambda g: _scale(g * conj(x), value),
+)
+elementwise(
+    aten.addcdiv.default,
+    x0=lambda out, a, x, y, value=1: lambda g: g,
+    x1=lambda out, a, x, y, value=1: lambda g: _scale(g / conj(y), value),
+    x2=lambda out, a, x, y, value=1: lambda g: _scale(-g * conj(x / (y * y)), value),
+)
+elementwise(
+    aten.lerp.Scalar,
+    x0=lambda out, a, b, weight: lambda g: _scale(g, 1 - weight),
+    x1=lambda out, a, b, weight: lambda g: _scale(g, weight),
+)
+elementwise(
+    aten.lerp.Tensor,
+    x0=lambda out, a, b, weight: lambda g: g * (1 - weight),
+    x1=lambda out, a, b, weight: lambda g: g * weight,
+    x2=lambda out, a, b, weight: lambda g: g * (b - a),
+)
+elementwise(aten.atan2.default, x0=lambda out, y, x: lambda g: g * x / (x * x + y * y), x1=lambda out, y, x: lambda g: -g * y / (x * x + y * y))
+elementwise(
+    aten.hypot.default,
+    x0=lambda out, x, y: lambda g: g * torch.where(out == 0, torch.zeros_like(out), x / out),
+    x1=lambda out, x, y: lambda g: g * torch.where(out == 0, torch.zeros_like(out), y / out),
+)
+elementwise(aten.fmod.Scalar, x0=lambda out, x, y: lambda g: g)
+elementwise(aten.remainder.Scalar, x0=lambda out, x, y: lambda g: g)
+elementwise(aten.fmod.Tensor, x0=lambda out, x, y: lambda g: g, x1=lambda out, x, y: lambda g: -g * torch.trunc(x / y))
+elementwise(aten.remainder.Tensor, x0=lambda out, x, y: lambda g: g, x1=lambda out, x, y: lambda g: -g * torch.floor(x / y))
+# At a tie the maximum of two equal numbers gives each half of the cotangent, as PyTorch does.
+elementwise(aten.maximum.default, x0=lambda out, x, y: lambda g: g * _share(x, y), x1=lambda out, x, y: lambda g: g * _share(y, x))
+elementwise(aten.minimum.default, x0=lambda out, x, y: lambda g: g * _share(y, x), x1=lambda out, x, y: lambda g: g * _share(x, y))
+elementwise(aten.xlogy.Tensor, x0=lambda out, x, y: lambda g: g * _log_where(x, y), x1=lambda out, x, y: lambda g: g * x / y)
+elementwise(aten.where.self, x1=lambda out, c, x, y: lambda g: _where0(c, g), x2=lambda out, c, x, y: lambda g: _where0(~c, g))
+elementwise(aten.clamp.default, x0=lambda out, x, low=None, high=None: lambda g: g * _inside(x, low, high, g.dtype))
+elementwise(aten.clamp_min.default, x0=lambda out, x, low: lambda g: g * _inside(x, low, None, g.dtype))
+elementwise(aten.clamp_max.default, x0=lambda out, x, high: lambda g: g * _inside(x, None, high, g.dtype))
+elementwise(aten.hardtanh.default, x0=lambda out, x, low=-1, high=1: lambda g: aten.hardtanh_backward(g, x, low, high))
+elementwise(aten.masked_fill.Scalar, x0=lambda out, x, mask, value: lambda g: aten.masked_fill.Scalar(g, mask, 0))
+elementwise(
+    aten.masked_fill.Tensor,
+    x0=lambda out, x, mask, value: lambda g: aten.masked_fill.Scalar(g, mask, 0),
+    x2=lambda out, x, mask, value: lambda g: _where0(mask, g),
+)
+
+
+def _scale(g: torch.Tensor, factor: Any) -> torch.Tensor:
+    return g if factor == 1 else g * factor
+
+
+def conj(x: Any) -> Any:
+    """The complex conjugate of a tensor or a Python number."""
+    if isinstance(x, torch.Tensor):
+        return x.conj() if x.dtype.is_complex else x
+    return x.conjugate()
+
+
+def _pow_base(g: torch.Tensor, x: torch.Tensor, p: Any) -> torch.Tensor:
+    if p == 0:
+        return torch.zeros_like(g)
+    if p == 1:
+        return g
+    return g * conj(p * x if p == 2 else p * x ** (p - 1))
+
+
+def _pow_exponent(g: torch.Tensor, out: torch.Tensor, base: Any) -> torch.Tensor:
+    if base == 0:
+        return torch.zeros_like(g)
+    if isinstance(base, complex) or out.dtype.is_complex:
+        return g * conj(out * torch.log(torch.tensor(base, dtype=out.dtype)))
+    return g * out * (math.log(base) if base > 0 else math.nan)
+
+
+def _share(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """1 where x > y, one half where they are equal, else 0."""
+    dtype = torch.promote_types(x.dtype, y.dtype)
+    return (cast(x > y, dtype) + cast(x >= y, dtype)) / 2
+
+
+def _log_where(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.where((x == 0) & (y <= 0), torch.zeros_like(y), torch.log(y))
+
+
+def _where0(condition: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    return torch.where(condition, g, torch.zeros((), dtype=g.dtype, device=g.device))
+
+
+def _inside(x: torch.Tensor, low: Any, high: Any, dtype: torch.dtype) -> torch.Tensor:
+    if low is None:
+        return cast(x <= high, dtype)
+    if high is None:
+        return cast(x >= low, dtype)
+    return cast((x >= low) & (x <= high), dtype)
+
+
+# -- functions of one variable --------------------------------------------------------------------------------------------------
+
+elementwise(aten.abs.default, x0=lambda out, x: lambda g: g * torch.sgn(x) if not x.dtype.is_complex else torch.sgn(x) * g)
+elementwise(aten.exp.default, x0=lambda out, x: lambda g: g * conj(out))
+elementwise(aten.exp2.default, x0=lambda out, x: lambda g: g * conj(out) * math.log(2))
+elementwise(aten.expm1.default, x0=lambda out, x: lambda g: g * conj(out + 1))
+elementwise(aten.log.default, x0=lambda out, x: lambda g: g / conj(x))
+elementwise(aten.log2.default, x0=lambda out, x: lambda g: g / conj(x * math.log(2)))
+elementwise(aten.log10.default, x0=lambda out, x: lambda g: g / conj(x * math.log(10)))
+elementwise(aten.log1p.default, x0=lambda out, x: lambda g: g / conj(x + 1))
+elementwise(aten.sqrt.default, x0=lambda out, x: lambda g: g / conj(2 * out))
+elementwise(aten.rsqrt.default, x0=lambda out, x: lambda g: -0.5 * g * conj(out**3))
+elementwise(aten.reciprocal.default, x0=lambda out, x: lambda g: -g * conj(out * out))
+elementwise(aten.sin.default, x0=lambda out, x: lambda g: g * conj(torch.cos(x)))
+elementwise(aten.cos.default, x0=lambda out, x: lambda g: -g * conj(torch.sin(x)))
+elementwise(aten.tan.default, x0=lambda out, x: lambda g: g * conj(1 + out * out))
+elementwise(aten.asin.default, x0=lambda out, x: lambda g: g * conj(torch.rsqrt(1 - x * x)))
+elementwise(aten.acos.default, x0=lambda out, x: lambda g: -g * conj(torch.rsqrt(1 - x * x)))
+elementwise(aten.atan.default, x0=lambda out, x: lambda g: g / conj(1 + x * x))
+elementwise(aten.sinh.default, x0=lambda out, x: lambda g: g * conj(torch.cosh(x)))
+elementwise(aten.cosh.default, x0=lambda out, x: lambda g: g * conj(torch.sinh(x)))
+elementwise(aten.asinh.default, x0=lambda out, x: lambda g: g * conj(torch.rsqrt(x * x + 1)))
+elementwise(aten.acosh.default, x0=lambda out, x: lambda g: g * conj(torch.rsqrt(x - 1) * torch.rsqrt(x + 1)))
+elementwise(aten.atanh.default, x0=lambda out, x: lambda g: g / conj(1 - x * x))
+elementwise(aten.tanh.default, x0=lambda out, x: lambda g: aten.tanh_backward(g, out))
+elementwise(aten.sigmoid.default, x0=lambda out, x: lambda g: aten.sigmoid_backward(g, out))
+elementwise(aten.erf.default, x0=lambda out, x: lambda g: g * (2 / math.sqrt(math.pi)) * torch.exp(-x * x))
+elementwise(aten.erfc.default, x0=lambda out, x: lambda g: g * (-2 / math.sqrt(math.pi)) * torch.exp(-x * x))
+elementwise(aten.erfinv.default, x0=lambda out, x: lambda g: g * (math.sqrt(math.pi) / 2) * torch.exp(out * out))
+elementwise(aten.lgamma.default, x0=lambda out, x: lambda g: g * torch.digamma(x))
+elementwise(aten.digamma.default, x0=lambda out, x: lambda g: g * torch.polygamma(1, x))
+elementwise(aten.polygamma.default, x1=lambda out, n, x: lambda g: g * torch.polygamma(n + 1, x))
+elementwise(aten.logit.default, x0=lambda out, x, eps=None: lambda g: aten.logit_backward(g, x, eps))
+elementwise(aten.sinc.default, x0=lambda out, x: lambda g: g * _dsinc(x, out))
+elementwise(aten._conj.default, x0=lambda out, x: lambda g: g.conj())
+elementwise(aten._conj_physical.default, x0=lambda out, x: lambda g: g.conj())
+elementwise(aten.nan_to_num.default, x0=lambda out, x, *args, **kwargs: lambda g: g * cast(torch.isfinite(x), g.dtype))
+
+
+def _dsinc(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    return torch.where(x == 0, torch.zeros_like(x), (torch.cos(math.pi * x) - out) / torch.where(x == 0, torch.ones_like(x), x))
+
+
+# -- activations ------------------------------------------------------------------------------------------------------------------
+
+elementwise(aten.relu.default, x0=lambda out, x: lambda g: aten.threshold_backward(g, out, 0))
+elementwise(aten.threshold.default, x0=lambda out, x, threshold, value: lambda g: aten.threshold_backward(g, x, threshold))
+elementwise(aten.relu6.default, x0=lambda out, x: lambda g: aten.hardtanh_backward(g, x, 0, 6))
+elementwise(aten.gelu.default, x0=lambda out, x, approximate="none": lambda g: aten.gelu_backward(g, x, approximate=approximate))
+elementwise(aten.silu.default, x0=lambda out, x: lambda g: aten.silu_backward(g, x))
+elementwise(aten.mish.default, x0=lambda out, x: lambda g: aten.mish_backward(g, x))
+elementwise(aten.hardswish.default, x0=lambda out, x: lambda g: aten.hardswish_backward(g, x))
+elementwise(aten.hardsigmoid.default, x0=lambda out, x: lambda g: aten.hardsigmoid_backward(g, x))
+elementwise(
+    aten.elu.default,
+    x0=lambda out, x, alpha=1, scale=1, input_scale=1: lambda g: aten.elu_backward(g, alpha, scale, input_scale, False, x),
+)
+elementwise(aten.leaky_relu.default, x0=lambda out, x, slope=0.01: lambda g: aten.leaky_relu_backward(g, x, slope, False))
+elementwise(
+    aten.softplus.default, x0=lambda out, x, beta=1, threshold=20: lambda g: aten.softplus_backward(g, x, beta, threshold)
+)
+elementwise(aten.softshrink.default, x0=lambda out, x, lambd=0.5: lambda g: aten.softshrink_backward(g, x, lambd))
+elementwise(aten.hardshrink.default, x0=lambda out, x, lambd=0.5: lambda g: aten.hardshrink_backward(g, x, lambd))
+elementwise(
+    aten._prelu_kernel.default,
+    x0=lambda out, x, weight: lambda g: torch.where(x > 0, g, weight * g),
+    x1=lambda out, x, weight: lambda g: torch.where(x > 0, torch.zeros_like(g), x * g),
+)
+define(
+    aten.log_sigmoid_forward.default,
+    vjp={0: lambda out, x: lambda g: g[0] * torch.sigmoid(-x)},
+    batch=elementwise_batch,
+)
+
+# The fused kernels that the rules above end in. Second derivatives go through PyTorch's decompositions of them.
+elementwise(
+    aten.threshold_backward.default,
+    x0=lambda out, g, x, threshold: lambda h: aten.threshold_backward(h, x, threshold),
+)
+elementwise(
+    aten.tanh_backward.default,
+    x0=lambda out, g, y: lambda h: aten.tanh_backward(h, conj(y)),
+    x1=lambda out, g, y: lambda h: h * conj(-2 * y * g),
+)
+elementwise(
+    aten.sigmoid_backward.default,
+    x0=lambda out, g, y: lambda h: aten.sigmoid_backward(h, conj(y)),
+    x1=lambda out, g, y: lambda h: h * conj((1 - 2 * y) * g),
+)
+for _op in (
+    aten.gelu_backward.default,
+    aten.silu_backward.default,
+    aten.mish_backward.default,
+    aten.hardswish_backward.default,
+    aten.hardsigmoid_backward.default,
+    aten.hardtanh_backward.default,
+    aten.elu_backward.default,
+    aten.leaky_relu_backward.default,
+    aten.softplus_backward.default,
+    aten.softshrink_backward.default,
+    aten.hardshrink_backward.default,
+    aten.logit_backward.default,
+):
+    define(_op, batch=elementwise_batch)
+
+# -- constants and casts ------------------------------------------------------------------------------------------------------------
+
+for _name in "eq ne lt le gt ge".split():
+    _packet = getattr(aten, _name)
+    constant(_packet.Tensor, _packet.Scalar, batch=elementwise_batch)
+constant(
+    aten.logical_and.default,
+    aten.logical_or.default,
+    aten.logical_xor.default,
+    aten.logical_not.default,
+    aten.bitwise_and.Tensor,
+    aten.bitwise_or.Tensor,
+    aten.bitwise_xor.Tensor,
+    aten.bitwise_and.Scalar,
+    aten.bitwise_or.Scalar,
+    aten.bitwise_not.default,
+    aten.isnan.default,
+    aten.isinf.default,
+    aten.signbit.default,
+    aten.sign.default,
+    aten.sgn.default,
+    aten.floor.default,
+    aten.ceil.default,
+    aten.round.default,
+    aten.round.decimals,
+    aten.trunc.default,
+    aten.floor_divide.default,
+    aten.heaviside.default,
+    aten.nextafter.default,
+    batch=elementwise_batch,
+)
+
+def _exact_division(op: Any) -> Any:
+    """`div` with a rounding mode is a step function; with the mode None it is a division."""
+    return lambda level, args, kwargs: op(*args) if kwargs.get("rounding_mode") is None else None
+
+
+define(aten.div.Tensor_mode, instead=_exact_division(aten.div.Tensor), batch=elementwise_batch)
+define(aten.div.Scalar_mode, instead=_exact_division(aten.div.Scalar), batch=elementwise_batch)
+
+
+def _overwrite_batch(batch: Any, op: Any, target: torch.Tensor, source: Any, *args: Any, **kwargs: Any) -> Any:
+    """The result has the target's shape, so the target needs its sample axis even where only the source has one."""
+    aligned = batch.aligned(source, target.dim()) if isinstance(source, torch.Tensor) else source
+    if op is aten.fill.Tensor:  # the kernel takes one number, not one a sample
+        return aten.copy.default(batch.physical(target), aligned)
+    return op(batch.physical(target), aligned, *args, **kwargs)
+
+
+def _written(out: torch.Tensor, x: torch.Tensor, source: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    shape, dtype = source.shape, source.dtype
+    return lambda g: sum_to(g, shape, dtype)
+
+
+define(aten.copy.default, vjp={1: _written}, batch=_overwrite_batch)
+define(aten.fill.Tensor, vjp={1: _written}, batch=_overwrite_batch)
+constant(aten.fill.Scalar, batch=_overwrite_batch)
+
+define(
+    aten._to_copy.default,
+    vjp={0: lambda out, x, **kwargs: _cast_back(x.dtype, x.device)},
+    batch=lambda batch, op, x, **kwargs: op(batch.physical(x), **kwargs),
+)
+define(
+    aten.clone.default,
+    vjp={0: lambda out, x, **kwargs: lambda g: g},
+    batch=lambda batch, op, x, memory_format=None: op(batch.physical(x), memory_format=memory_format if _fits(batch, x, memory_format) else None),
+)
+
+
+def _cast_back(dtype: torch.dtype, device: torch.device) -> Any:
+    return lambda g: aten._to_copy.default(g, dtype=dtype, device=device) if (g.dtype, g.device) != (dtype, device) else g
+
+
+def _fits(batch: Any, x: torch.Tensor, memory_format: torch.memory_format | None) -> bool:
+    return memory_format in (None, torch.contiguous_format, torch.preserve_format)
+
+
+# -- in place, on batched values ------------------------------------------------------------------------------------------------------
+
+
+def _in_place_batch(batch: Any, op: Any, target: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The kernel writes into the physical value; the other operands broadcast against it."""
+    rank = target.dim()
+    return op(batch.physical(target), *[batch.aligned(a, rank) if isinstance(a, torch.Tensor) else a for a in args], **kwargs)
+
+
+for _op in (
+    *(getattr(aten, f"{_name}_").Tensor for _name in "add sub mul div".split()),
+    *(getattr(aten, f"{_name}_").Scalar for _name in "add sub mul div".split()),
+    *(getattr(aten, f"{_name}_").default for _name in (
+        "relu sigmoid tanh exp log sqrt rsqrt neg abs sin cos reciprocal floor ceil round hardtanh hardswish hardsigmoid "
+        "leaky_relu elu silu mish gelu clamp clamp_min clamp_max threshold zero addcmul addcdiv erf square logical_not"
+    ).split()),
+    aten.pow_.Scalar, aten.pow_.Tensor, aten.copy_.default, aten.fill_.Scalar, aten.masked_fill_.Scalar, aten.masked_fill_.Tensor,
+    aten.lerp_.Scalar, aten.lerp_.Tensor,
+):  # fmt: skip
+    define(_op, batch=_in_place_batch)

@@ -1,0 +1,100 @@
+"""Fresh tensors and random draws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from psgrad.engine.transforms.rules.families import aten
+from psgrad.engine.transforms.rules.registry import Op, constant, define
+
+
+def _same_for_all(batch: Any, op: Op, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A tensor like a mapped one, with values that don't depend on it: made for every sample, as it may be written to."""
+    return op(batch.physical(x), *args, **kwargs)
+
+
+constant(
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.empty_like.default,
+    batch=_same_for_all,
+)
+
+
+def _new(batch: Any, op: Op, x: torch.Tensor, size: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return op(batch.physical(x), [batch.size, *size], *args, **kwargs)
+
+
+constant(aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default, aten.new_full.default, batch=_new)
+constant(aten.new_empty_strided.default, batch=lambda batch, op, x, size, stride, **kwargs: aten.new_empty.default(batch.physical(x), [batch.size, *size], **kwargs))
+
+# -- random draws: with randomness='different', one draw over all samples at once ------------------------------------------------
+
+
+def draw_like(batch: Any, op: Op, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """The draw has the shape of a tensor."""
+    if batch.is_mapped(x):
+        return op(batch.physical(x), *args, **kwargs)
+    return op(x.unsqueeze(0).expand(batch.size, *x.shape).contiguous(), *args, **kwargs)
+
+
+def draw_shape(position: int) -> Any:
+    """The draw's shape is an argument."""
+
+    def draw_shape(batch: Any, op: Op, *args: Any, **kwargs: Any) -> torch.Tensor:
+        full = list(args)
+        full[position] = [batch.size, *args[position]]
+        return op(*full, **kwargs)
+
+    return draw_shape
+
+
+def draw_with_parameters(batch: Any, op: Op, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Each element is drawn with a parameter of its own."""
+    return op(*[batch.physical(a).contiguous() if isinstance(a, torch.Tensor) else a for a in args], **kwargs)
+
+
+constant(aten.rand_like.default, aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype, batch=draw_like)
+constant(
+    aten.bernoulli_.float,
+    aten.uniform_.default,
+    aten.normal_.default,
+    aten.exponential_.default,
+    aten.random_.default,
+    aten.random_.to,
+    getattr(aten.random_, "from"),
+    aten.cauchy_.default,
+    aten.log_normal_.default,
+    aten.geometric_.default,
+    batch=draw_like,
+)
+constant(aten.bernoulli.p, aten.uniform.default, aten.normal_functional.default, aten.exponential.default, batch=draw_like)
+constant(aten.rand.default, aten.randn.default, aten.rand.generator, aten.randn.generator, batch=draw_shape(0))
+constant(aten.randint.default, aten.normal.float_float, batch=draw_shape(1))
+constant(aten.randint.low, batch=draw_shape(2))
+constant(aten.bernoulli.default, aten.normal.Tensor_Tensor, aten.normal.Tensor_float, aten.normal.float_Tensor, aten.poisson.default, batch=draw_with_parameters)
+constant(
+    aten.randperm.default,
+    aten.randperm.generator,
+    batch=lambda batch, op, n, *args, **kwargs: torch.stack([op(n, *args, **kwargs) for _ in range(batch.size)]),
+)
+constant(
+    aten.multinomial.default,
+    batch=lambda batch, op, p, count, *args, **kwargs: (
+        op(batch.physical(p), count, *args, **kwargs)
+        if p.dim() == 1
+        else op(batch.physical(p).flatten(0, 1), count, *args, **kwargs).unflatten(0, (batch.size, -1))
+    ),
+)
+
+
+def _dropout_back(out: Any, x: torch.Tensor, p: float, train: bool | None) -> Any:
+    mask = out[1]
+    scale = 1 / (1 - p) if p < 1 else 0.0
+    return lambda gs: gs[0] * mask * scale if gs[0] is not None else None
+
+
+define(aten.native_dropout.default, vjp={0: _dropout_back}, batch=draw_like)

@@ -1,0 +1,145 @@
+"""The families: combinators that make the rules of most operators out of one line each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from psgrad.engine.transforms.rules.registry import Maker, Op, define
+
+aten = torch.ops.aten
+
+
+def sum_to(g: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """The transpose of broadcasting and of type promotion: `g` summed to `shape`, in `dtype`."""
+    if g.shape != shape:
+        extra = g.dim() - len(shape)
+        axes = list(range(extra)) + [i + extra for i, size in enumerate(shape) if size == 1 and g.shape[i + extra] != 1]
+        if axes:
+            g = aten.sum.dim_IntList(g, axes, False) if extra == len(axes) else aten.sum.dim_IntList(g, axes, True)
+        if g.shape != shape:
+            g = g.reshape(shape)
+    return g if g.dtype == dtype else cast(g, dtype)
+
+
+def cast(g: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`g` in another dtype; the real part where a real value was promoted to complex."""
+    if g.dtype.is_complex and not dtype.is_complex:
+        g = torch.real(g)
+    return aten._to_copy.default(g, dtype=dtype) if g.dtype != dtype else g
+
+
+def broadcasting(make: Maker, position: int) -> Maker:
+    """A VJP of an elementwise operator: the cotangent is summed back over the axes along which the argument was repeated."""
+
+    def maker(out: torch.Tensor, *args: Any, **kwargs: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+        argument = args[position]
+        shape, dtype = argument.shape, argument.dtype
+        closure = make(out, *args, **kwargs)
+        if shape == out.shape and dtype == out.dtype:
+            return closure
+        return lambda g: sum_to(closure(g), shape, dtype)
+
+    return maker
+
+
+def elementwise_batch(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
+    """An elementwise operator is its own batching; operands of lower rank get unit axes behind the sample axis."""
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    rank = max(t.dim() for t in tensors)
+    if len(tensors) > 1 and any(t.dtype != tensors[0].dtype for t in tensors):
+        args = _promoted(batch, args, tensors, rank)
+    return op(*[batch.aligned(a, rank) if isinstance(a, torch.Tensor) else a for a in args], **kwargs)
+
+
+def _promoted(batch: Any, args: Any, tensors: list[torch.Tensor], rank: int) -> list[Any]:
+    """Logical scalars promote less than tensors with axes, yet their physical values have an axis: promote by hand."""
+    scalars = [t for t in tensors if t.dim() == 0]
+    if rank == 0 or not any(batch.is_mapped(t) for t in scalars):
+        return list(args)
+    dtype = torch.result_type(torch.empty((1,) * rank, dtype=_joint([t for t in tensors if t.dim()])), torch.empty((), dtype=_joint(scalars)))
+    return [
+        batch.level.lift(batch.physical(a).to(dtype))
+        if isinstance(a, torch.Tensor) and a.dim() == 0 and batch.is_mapped(a) and a.dtype != dtype and a.dtype != torch.bool
+        else a
+        for a in args
+    ]
+
+
+def _joint(tensors: list[torch.Tensor]) -> torch.dtype:
+    dtype = tensors[0].dtype
+    for t in tensors[1:]:
+        dtype = torch.promote_types(dtype, t.dtype)
+    return dtype
+
+
+def elementwise(*ops: Op, **derivatives: Maker) -> None:
+    """Declare elementwise operators. Keywords `x0, x1, ...` give the VJP in the tensor argument of that position.
+
+    The Jacobian is diagonal, so the closure that pulls a cotangent back also pushes a tangent forward.
+    """
+    vjp = {int(name[1:]): broadcasting(make, int(name[1:])) for name, make in derivatives.items()}
+    define(*ops, vjp=vjp or None, batch=elementwise_batch)
+
+
+def wrap_dim(dim: int, rank: int) -> int:
+    """A non-negative axis; axes of a scalar are taken as those of a vector, as PyTorch does."""
+    rank = max(rank, 1)
+    if not -rank <= dim < rank:
+        raise IndexError(f"Dimension out of range (expected to be in range of [{-rank}, {rank - 1}], but got {dim})")
+    return dim % rank
+
+
+def shifted(*positions: int, defaults: Mapping[int, Any] | None = None) -> Callable[..., Any]:
+    """Batching for operators that take one tensor and axes: each axis argument moves behind the sample axis.
+
+    An axis argument that is absent is taken from `defaults` where given.
+    """
+
+    def rule(batch: Any, op: Op, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        rank = x.dim()
+        full = list(args)
+        for position in positions:
+            if position - 1 >= len(full):
+                if defaults is None or position not in defaults:
+                    names = [a.name for a in op._schema.arguments]
+                    if names[position] in kwargs:
+                        full += [op._schema.arguments[p].default_value for p in range(len(full) + 1, position)]
+                        full.append(kwargs.pop(names[position]))
+                    else:
+                        continue
+                else:
+                    full += [op._schema.arguments[p].default_value for p in range(len(full) + 1, position)]
+                    full.append(defaults[position])
+            value = full[position - 1]
+            if isinstance(value, int):
+                full[position - 1] = wrap_dim(value, rank) + 1
+            elif isinstance(value, (list, tuple)):
+                full[position - 1] = [wrap_dim(d, rank) + 1 for d in value]
+        return op(batch.physical(x), *full, **kwargs)
+
+    return rule
+
+
+def folded(*positions: int) -> Callable[..., Any]:
+    """Batching for kernels with a batch axis of their own: the sample axis is folded into it in the arguments at `positions`."""
+
+    def rule(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
+        full = [batch.fold(a) if i in positions and isinstance(a, torch.Tensor) else a for i, a in enumerate(args)]
+        if any(batch.is_mapped(a) for a in full):
+            raise NotImplementedError(f"{op}: an argument that is shared by the kernel's batch carries a sample axis")
+        return batch.unfold(op(*full, **kwargs))
+
+    return rule
+
+
+def leading(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
+    """Batching for operators that look at trailing axes only: the sample axis is one more leading axis."""
+    return op(*[batch.raw(a) for a in args], **kwargs)
+
+
+def numel(shape: torch.Size) -> int:
+    return math.prod(shape)

@@ -1,0 +1,314 @@
+"""Indexing, gathering, scattering, embeddings, masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from psgrad.engine.transforms import diagnostics
+from psgrad.engine.transforms.rules.families import aten, leading, wrap_dim
+from psgrad.engine.transforms.rules.registry import Op, constant, define
+from psgrad.errors import TransformError
+
+# -- embedding --------------------------------------------------------------------------------------------------------------------
+
+
+def _embedding_back(
+    out: torch.Tensor, weight: torch.Tensor, index: torch.Tensor, padding_idx: int = -1, scale: bool = False, sparse: bool = False
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    if scale:
+        raise TransformError(
+            f"an embedding with scale_grad_by_freq=True{diagnostics.where()}",
+            cause="its gradient is divided by how often a token occurs in the batch, so it is not the gradient of a function",
+            next_step="build the embedding with scale_grad_by_freq=False",
+        )
+    count = weight.shape[0]
+    return lambda g: aten.embedding_dense_backward.default(g, index, count, padding_idx, False)
+
+
+def _embedding_batch(batch: Any, op: Op, weight: torch.Tensor, index: torch.Tensor, *args: Any) -> torch.Tensor:
+    if not batch.is_mapped(weight):
+        return op(weight, batch.raw(index), *args)
+    n, count = batch.size, weight.shape[0]
+    offset = torch.arange(n, device=weight.device).reshape(n, *(1,) * index.dim()) * count
+    return op(batch.physical(weight).flatten(0, 1), batch.raw(index) + offset)
+
+
+def _embedding_backward_batch(
+    batch: Any, op: Op, g: torch.Tensor, index: torch.Tensor, count: int, padding_idx: int, scale: bool
+) -> torch.Tensor:
+    return scatter_rows(batch.physical(g), batch.physical(index), count, padding_idx)
+
+
+def scatter_rows(g: torch.Tensor, index: torch.Tensor, count: int, padding_idx: int = -1) -> torch.Tensor:
+    """[n, count, d] from g [n, *t, d] and index [n, *t]: rows added where their index says; those of `padding_idx` left out."""
+    n, d = g.shape[0], g.shape[-1]
+    rows, places = g.reshape(n, -1, d), index.reshape(n, -1)
+    if padding_idx >= 0:
+        rows = rows.masked_fill((places == padding_idx).unsqueeze(-1), 0)
+    flat = (places + torch.arange(n, device=g.device).unsqueeze(1) * count).reshape(-1)
+    return torch.zeros(n * count, d, dtype=g.dtype, device=g.device).index_add_(0, flat, rows.reshape(-1, d)).reshape(n, count, d)
+
+
+define(aten.embedding.default, vjp={0: _embedding_back}, batch=_embedding_batch)
+define(
+    aten.embedding_dense_backward.default,
+    vjp={0: lambda out, g, index, count, padding_idx, scale: lambda h: _embedding_without_padding(h, index, padding_idx)},
+    batch=_embedding_backward_batch,
+)
+
+
+def _embedding_without_padding(h: torch.Tensor, index: torch.Tensor, padding_idx: int) -> torch.Tensor:
+    out = aten.embedding.default(h, index)
+    return out if padding_idx < 0 else torch.where((index == padding_idx).unsqueeze(-1), torch.zeros_like(out), out)
+
+
+# -- gather and scatter ---------------------------------------------------------------------------------------------------------------
+
+
+def _along(batch: Any, op: Op, x: torch.Tensor, dim: int, index: torch.Tensor, *rest: Any, **kwargs: Any) -> torch.Tensor:
+    """Batching for operators that look up places along one axis."""
+    physical, places = batch.physical(x), batch.physical(index)
+    source = [batch.physical(r) if isinstance(r, torch.Tensor) else r for r in rest]
+    if x.dim() == 0:
+        lifted = [t.reshape(t.shape[0], -1) if isinstance(t, torch.Tensor) else t for t in source]
+        out = op(physical.unsqueeze(1), 1, places.reshape(places.shape[0], -1), *lifted, **kwargs)
+        return out.reshape(physical.shape if op is not aten.gather.default else places.shape)
+    if index.dim() == 0:  # a single place along the axis of a vector
+        places = places.unsqueeze(1)
+        source = [t.unsqueeze(1) if isinstance(t, torch.Tensor) and t.dim() == 1 else t for t in source]
+        out = op(physical, 1, places, *source, **kwargs)
+        return out.squeeze(1) if op is aten.gather.default else out
+    return op(physical, wrap_dim(dim, x.dim()) + 1, places, *source, **kwargs)
+
+
+def _gather_back(out: torch.Tensor, x: torch.Tensor, dim: int, index: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    shape, dtype, device = x.shape, x.dtype, x.device
+    return lambda g: aten.scatter_add.default(torch.zeros(shape, dtype=dtype, device=device), dim, index, g)
+
+
+define(aten.gather.default, vjp={0: _gather_back}, batch=_along)
+define(
+    aten.scatter_add.default,
+    vjp={
+        0: lambda out, x, dim, index, source: lambda g: g,
+        3: lambda out, x, dim, index, source: lambda g: _fit(aten.gather.default(g, dim, index), source.shape),
+    },
+    batch=_along,
+)
+define(
+    aten.scatter.src,
+    vjp={
+        0: lambda out, x, dim, index, source: lambda g: aten.scatter.value(g, dim, index, 0),
+        3: lambda out, x, dim, index, source: lambda g: _fit(aten.gather.default(g, dim, index), source.shape),
+    },
+    batch=_along,
+)
+define(
+    aten.scatter.value,
+    vjp={0: lambda out, x, dim, index, value: lambda g: aten.scatter.value(g, dim, index, 0)},
+    batch=_along,
+)
+
+
+def _fit(g: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """A source may be larger than the index; what the index does not reach has no derivative."""
+    if g.shape == shape:
+        return g
+    pad: list[int] = []
+    for have, want in zip(reversed(g.shape), reversed(shape), strict=True):
+        pad += [0, want - have]
+    return torch.constant_pad_nd(g, pad)
+
+
+def _index_select_batch(batch: Any, op: Op, x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+    if x.dim() == 0:
+        return batch.physical(x)
+    dim = wrap_dim(dim, x.dim())
+    if not batch.is_mapped(index):
+        return op(batch.physical(x), dim + 1, index)
+    places = batch.raw(index).reshape(batch.size, *(1,) * dim, -1, *(1,) * (x.dim() - dim - 1))
+    shape = list(batch.physical(x).shape)
+    shape[dim + 1] = places.shape[dim + 1]
+    return torch.gather(batch.physical(x), dim + 1, places.expand(shape))
+
+
+def _index_select_back(out: torch.Tensor, x: torch.Tensor, dim: int, index: torch.Tensor) -> Any:
+    shape, dtype, device = x.shape, x.dtype, x.device
+    return lambda g: aten.index_add.default(torch.zeros(shape, dtype=dtype, device=device), dim, index, g) if len(shape) else g
+
+
+define(aten.index_select.default, vjp={0: _index_select_back}, batch=_index_select_batch)
+
+
+def _index_add_batch(batch: Any, op: Op, x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: Any = 1) -> torch.Tensor:
+    dim = wrap_dim(dim, x.dim())
+    if not batch.is_mapped(index):
+        return op(batch.physical(x), dim + 1, index, batch.physical(source), alpha=alpha)
+    values = batch.physical(source)
+    places = batch.raw(index).reshape(batch.size, *(1,) * dim, -1, *(1,) * (x.dim() - dim - 1)).expand(values.shape)
+    return torch.scatter_add(batch.physical(x), dim + 1, places, values * alpha)
+
+
+define(
+    aten.index_add.default,
+    vjp={
+        0: lambda out, x, dim, index, source, alpha=1: lambda g: g,
+        3: lambda out, x, dim, index, source, alpha=1: lambda g: aten.index_select.default(g, dim, index) * alpha,
+    },
+    batch=_index_add_batch,
+)
+
+# -- x[i, j, ...] -------------------------------------------------------------------------------------------------------------------------
+
+
+def _sample_places(batch: Any, x: torch.Tensor, indices: Sequence[Any]) -> list[Any]:
+    """Indices into the physical value: each sample looks up in its own part.
+
+    Where the indices are shared by all samples, the sample axis is simply taken whole.
+    """
+    for index in indices:
+        if batch.is_mapped(index) and index.dtype in (torch.bool, torch.uint8):
+            raise TransformError(
+                f"indexing by a mask that differs between samples{diagnostics.where()}",
+                expected="results of one shape for all samples",
+                cause="each sample would keep another number of elements",
+                next_step="use torch.where(mask, x, 0) or multiply by the mask",
+            )
+    if not any(batch.is_mapped(index) for index in indices):
+        return [None, *indices]
+    rank = max(index.dim() for index in indices if index is not None)
+    aligned = [batch.aligned(index, rank) if index is not None else None for index in indices]
+    samples = torch.arange(batch.size, device=x.device).reshape(batch.size, *(1,) * rank)
+    return [samples, *aligned]
+
+
+def _adjacent(indices: Sequence[Any]) -> bool:
+    places = [i for i, index in enumerate(indices) if index is not None]
+    return places == list(range(places[0], places[-1] + 1))
+
+
+def _restore(out: torch.Tensor, x: torch.Tensor, indices: Sequence[Any]) -> torch.Tensor:
+    """With indices that are not adjacent PyTorch puts their axes in front, here in front of the sample axis: move them behind."""
+    if _adjacent(indices):
+        return out
+    rank = torch.broadcast_shapes(*[i.shape for i in indices if i is not None and i.dtype not in (torch.bool, torch.uint8)] or [(1,)])
+    return out.movedim(len(rank), 0)
+
+
+def _index_batch(batch: Any, op: Op, x: torch.Tensor, indices: Sequence[Any]) -> torch.Tensor:
+    places = _sample_places(batch, x, indices)
+    out = op(batch.physical(x), places)
+    if places[0] is None:
+        return _restore(out, x, indices)
+    if indices[0] is None and _adjacent(indices):
+        # logical result: leading sliced axes, then the index axes; physical: sample and index axes in front, then the sliced ones
+        lead = next(i for i, index in enumerate(indices) if index is not None)
+        rank = max(i.dim() for i in indices if i is not None)
+        return out.movedim(list(range(1, 1 + rank)), list(range(1 + lead, 1 + lead + rank)))
+    return out
+
+
+def _index_back(out: torch.Tensor, x: torch.Tensor, indices: Sequence[Any]) -> Any:
+    shape, dtype, device = x.shape, x.dtype, x.device
+    return lambda g: aten.index_put.default(torch.zeros(shape, dtype=dtype, device=device), indices, g, True)
+
+
+define(aten.index.Tensor, vjp={0: _index_back}, batch=_index_batch)
+
+
+def _index_put_batch(
+    batch: Any, op: Op, x: torch.Tensor, indices: Sequence[Any], values: torch.Tensor, accumulate: bool = False
+) -> torch.Tensor:
+    physical = batch.physical(x)
+    if any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
+        _sample_places(batch, x, indices)  # refuses masks that differ between samples
+        indices = [part for i in indices for part in (i.nonzero().unbind(1) if i is not None and i.dtype in (torch.bool, torch.uint8) else [i])]
+    full = [
+        index if index is not None else torch.arange(x.shape[i], device=x.device)
+        for i, index in enumerate([*indices, *[None] * (x.dim() - len(indices))])
+    ]
+    return _explicit_put(batch, op, physical, x, indices, full, values, accumulate)
+
+
+def _explicit_put(
+    batch: Any, op: Op, physical: torch.Tensor, x: torch.Tensor, indices: Sequence[Any], full: list[torch.Tensor], values: torch.Tensor, accumulate: bool
+) -> torch.Tensor:
+    """Every axis gets an index of its own, so that the sample index can join them without moving axes about."""
+    given = [i for i, index in enumerate(indices) if index is not None]
+    index_rank = max(full[i].dim() for i in given)
+    sliced = [i for i in range(x.dim()) if i not in given]
+    front = [] if not _adjacent(indices) else [i for i in sliced if i < given[0]]
+    behind = [i for i in sliced if i not in front]
+    rank = len(front) + index_rank + len(behind)
+    places: list[torch.Tensor] = [torch.arange(batch.size, device=x.device).reshape(-1, *(1,) * rank)]
+    for i in range(x.dim()):
+        index = full[i]
+        if i in given:
+            aligned = batch.aligned(index, index_rank)
+            lead = aligned.shape[:1] if batch.is_mapped(index) else (1,)
+            body = aligned.shape[1:] if batch.is_mapped(index) else aligned.shape
+            places.append(aligned.reshape(*lead, *(1,) * len(front), *(1,) * (index_rank - len(body)), *body, *(1,) * len(behind)))
+        else:
+            position = front.index(i) if i in front else len(front) + index_rank + behind.index(i)
+            places.append(index.reshape(1, *(1,) * position, -1, *(1,) * (rank - position - 1)))
+    return op(physical, places, batch.aligned(values, rank), accumulate)
+
+
+def _index_put_source(out: torch.Tensor, x: torch.Tensor, indices: Sequence[Any], values: torch.Tensor, accumulate: bool = False) -> Any:
+    from psgrad.engine.transforms.rules.families import sum_to
+
+    shape, dtype = values.shape, values.dtype
+    return lambda g: sum_to(aten.index.Tensor(g, indices), shape, dtype)
+
+
+define(
+    aten.index_put.default,
+    aten._unsafe_index_put.default,
+    vjp={
+        0: lambda out, x, indices, values, accumulate=False: lambda g: (
+            g if accumulate else aten.index_put.default(g, indices, torch.zeros((), dtype=g.dtype, device=g.device), False)
+        ),
+        2: _index_put_source,
+    },
+    batch=_index_put_batch,
+)
+define(aten.index_put_.default, batch=_index_put_batch)
+define(aten._unsafe_index.Tensor, vjp={0: _index_back}, batch=lambda batch, op, x, indices: _index_batch(batch, aten.index.Tensor, x, indices))
+
+# -- triangles, searching -----------------------------------------------------------------------------------------------------------------
+
+define(aten.tril.default, vjp={0: lambda out, x, diagonal=0: lambda g: aten.tril.default(g, diagonal)}, batch=leading)
+define(aten.triu.default, vjp={0: lambda out, x, diagonal=0: lambda g: aten.triu.default(g, diagonal)}, batch=leading)
+define(
+    aten.one_hot.default,
+    batch=lambda batch, op, x, classes=-1: op(batch.physical(x), classes),
+)
+constant(aten.one_hot.default)
+constant(aten.bucketize.Tensor, batch=leading)
+
+
+def _depends_on_data(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
+    raise TransformError(
+        f"{op.name().removeprefix('aten::')} is not possible on a value that differs between samples{diagnostics.where()}",
+        expected="a program that does the same for every sample",
+        cause="a Python number, a branch (if, while, assert) or a shape is taken from one sample's data",
+        next_step="write the choice with torch.where, or take the number from outside the function",
+    )
+
+
+constant(
+    aten._local_scalar_dense.default,
+    aten.item.default,
+    aten.is_nonzero.default,
+    aten.nonzero.default,
+    aten.equal.default,
+    aten._unique2.default,
+    aten.unique_dim.default,
+    aten.unique_consecutive.default,
+    aten.bincount.default,
+    batch=_depends_on_data,
+)
+define(aten.masked_select.default, batch=_depends_on_data)

@@ -1,0 +1,177 @@
+"""Matrix products. A product with a matrix that all samples share runs as one product over all rows of all samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from psgrad.engine.transforms.rules.elementwise import conj
+from psgrad.engine.transforms.rules.families import aten, sum_to
+from psgrad.engine.transforms.rules.registry import Op, define, replace
+
+
+def rows(x: torch.Tensor) -> torch.Tensor:
+    """[positions, features]: all leading axes as one."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def h(x: torch.Tensor) -> torch.Tensor:
+    """The conjugate transpose of the last two axes."""
+    return conj(x.transpose(-2, -1))
+
+
+# -- x @ weightᵀ + bias, whole: one rule for vectors, rows, and rows of rows ----------------------------------------------------
+
+
+def _linear_weight(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda g: aten.mm.default(rows(g).t(), conj(rows(x)))
+
+
+def _linear_bias(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    shape, dtype = bias.shape, bias.dtype
+    return lambda g: sum_to(g, shape, dtype)
+
+
+def _linear_batch(batch: Any, op: Op, x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
+    if batch.is_mapped(weight):
+        out = _matmul_batch(batch, aten.matmul.default, x, weight.t()) if weight.dim() == 2 else (batch.aligned(x, 1) * batch.raw(weight)).sum(-1)
+        return out if bias is None else out + batch.aligned(bias, out.dim() - 1)
+    if batch.is_mapped(bias):
+        return op(batch.physical(x), weight) + batch.aligned(bias, x.dim())
+    return op(batch.physical(x), weight, bias)
+
+
+define(
+    aten.linear.default,
+    vjp={0: lambda out, x, weight, bias=None: lambda g: aten.matmul.default(g, conj(weight)), 1: _linear_weight, 2: _linear_bias},
+    batch=_linear_batch,
+    instead=lambda level, args, kwargs: _linear_of_vector_weight(*args, **kwargs),
+)
+
+
+def _linear_of_vector_weight(x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> Any:
+    """F.linear also takes a weight without output axis."""
+    if weight.dim() == 2:
+        return None
+    out = torch.matmul(x, weight)
+    return out if bias is None else out + bias
+
+
+# -- the plain products ---------------------------------------------------------------------------------------------------------------
+
+define(
+    aten.mm.default,
+    vjp={0: lambda out, a, b: lambda g: aten.mm.default(g, h(b)), 1: lambda out, a, b: lambda g: aten.mm.default(h(a), g)},
+    batch=lambda batch, op, a, b: _matmul_batch(batch, aten.matmul.default, a, b),
+)
+define(
+    aten.bmm.default,
+    vjp={0: lambda out, a, b: lambda g: aten.bmm.default(g, h(b)), 1: lambda out, a, b: lambda g: aten.bmm.default(h(a), g)},
+    batch=lambda batch, op, a, b: batch.unfold(op(batch.fold(a), batch.fold(b))),
+)
+define(
+    aten.mv.default,
+    vjp={
+        0: lambda out, a, x: lambda g: aten.mm.default(g.unsqueeze(1), conj(x).unsqueeze(0)),
+        1: lambda out, a, x: lambda g: aten.mv.default(h(a), g),
+    },
+    batch=lambda batch, op, a, x: _matmul_batch(batch, aten.matmul.default, a, x),
+)
+define(
+    aten.dot.default,
+    vjp={0: lambda out, x, y: lambda g: g * conj(y), 1: lambda out, x, y: lambda g: g * conj(x)},
+    batch=lambda batch, op, x, y: (batch.raw(x) * batch.raw(y)).sum(-1),
+)
+define(
+    aten.vdot.default,
+    vjp={0: lambda out, x, y: lambda g: conj(g) * y, 1: lambda out, x, y: lambda g: g * x},
+    batch=lambda batch, op, x, y: (conj(batch.raw(x)) * batch.raw(y)).sum(-1),
+)
+
+
+@replace(aten.addmm.default)
+def _addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1) -> torch.Tensor:
+    return _scaled_sum(bias, aten.mm.default(a, b), beta, alpha)
+
+
+@replace(aten.baddbmm.default)
+def _baddbmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1) -> torch.Tensor:
+    return _scaled_sum(bias, aten.bmm.default(a, b), beta, alpha)
+
+
+@replace(aten.addbmm.default)
+def _addbmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1) -> torch.Tensor:
+    return _scaled_sum(bias, aten.bmm.default(a, b).sum(0), beta, alpha)
+
+
+@replace(aten.addmv.default)
+def _addmv(bias: torch.Tensor, a: torch.Tensor, x: torch.Tensor, *, beta: Any = 1, alpha: Any = 1) -> torch.Tensor:
+    return _scaled_sum(bias, aten.mv.default(a, x), beta, alpha)
+
+
+@replace(aten.addr.default)
+def _addr(bias: torch.Tensor, x: torch.Tensor, y: torch.Tensor, *, beta: Any = 1, alpha: Any = 1) -> torch.Tensor:
+    return _scaled_sum(bias, x.unsqueeze(1) * y.unsqueeze(0), beta, alpha)
+
+
+def _scaled_sum(bias: torch.Tensor, product: torch.Tensor, beta: Any, alpha: Any) -> torch.Tensor:
+    product = product if alpha == 1 else product * alpha
+    if beta == 0:  # the bias is not even looked at: it may hold anything
+        return product
+    return (bias if beta == 1 else bias * beta) + product
+
+
+# -- matmul, whole --------------------------------------------------------------------------------------------------------------------
+
+
+def _matmul_left(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    shape, dtype, matrix = a.shape, a.dtype, a.dim() == 2
+    if matrix and b.dim() > 2:  # one matrix for all of b: a contraction over all columns of all of b
+        return lambda g: aten.mm.default(rows(g.transpose(-2, -1)).t(), conj(rows(b.transpose(-2, -1).expand(*g.shape[:-2], *b.shape[:-3:-1]))))
+    return lambda g: sum_to(aten.matmul.default(g, h(b)), shape, dtype)
+
+
+def _matmul_right(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    shape, dtype, matrix = b.shape, b.dtype, b.dim() == 2
+    if matrix:
+        return lambda g: aten.mm.default(h(rows(a)), rows(g))
+    return lambda g: sum_to(aten.matmul.default(h(a), g), shape, dtype)
+
+
+def _vector_matmul(level: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Products with a vector, as products with a matrix of one row or one column."""
+    a, b = args
+    if a.dim() > 1 and b.dim() > 1:
+        return None
+    if a.dim() == 1 and b.dim() == 1:
+        return aten.dot.default(a, b)
+    if a.dim() == 1:
+        return aten.matmul.default(a.unsqueeze(0), b).squeeze(-2)
+    return aten.mv.default(a, b) if a.dim() == 2 else aten.matmul.default(a, b.unsqueeze(1)).squeeze(-1)
+
+
+def _matmul_batch(batch: Any, op: Op, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Physical operands broadcast over the sample axis; vectors become matrices first, as a sample axis would make them one."""
+    if a.dim() == 1 and b.dim() == 1:
+        return (batch.raw(a) * batch.raw(b)).sum(-1)
+    if b.dim() == 1:
+        if not batch.is_mapped(b):
+            return op(batch.physical(a), b)
+        return op(batch.aligned(a, max(a.dim(), 2)), batch.raw(b).reshape(-1, *(1,) * (a.dim() - 2), b.shape[0], 1)).squeeze(-1)
+    if a.dim() == 1:
+        if not batch.is_mapped(a):
+            return op(a, batch.physical(b))
+        if not batch.is_mapped(b) and b.dim() == 2:
+            return op(batch.raw(a), b)
+        return op(batch.raw(a).reshape(-1, *(1,) * (b.dim() - 2), 1, a.shape[0]), batch.raw(b)).squeeze(-2)
+    if not batch.is_mapped(a) and b.dim() == 2 and a.dim() == 2:
+        return op(a, batch.physical(b))
+    rank = max(a.dim(), b.dim())
+    left = batch.aligned(a, rank) if batch.is_mapped(a) else a
+    right = batch.aligned(b, rank) if batch.is_mapped(b) else b
+    return op(left, right)
+
+
+define(aten.matmul.default, vjp={0: _matmul_left, 1: _matmul_right}, batch=_matmul_batch, instead=_vector_matmul)

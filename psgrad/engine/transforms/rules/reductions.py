@@ -1,0 +1,269 @@
+"""Reductions, cumulative operators, and order statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from psgrad.engine.transforms.rules.families import aten, cast, shifted, wrap_dim
+from psgrad.engine.transforms.rules.registry import Op, constant, define
+
+
+def axes_of(dims: Any, rank: int) -> list[int]:
+    """The axes that a `dim` argument names; None and [] name all."""
+    if dims is None or (not isinstance(dims, int) and len(dims) == 0):
+        return list(range(rank))
+    if isinstance(dims, int):
+        dims = [dims]
+    return [wrap_dim(d, rank) for d in dims] if rank else []
+
+
+def spread(g: torch.Tensor, shape: Sequence[int], dims: Any, keepdim: bool) -> torch.Tensor:
+    """A reduction's cotangent, repeated along the axes that were reduced."""
+    if not keepdim:
+        reduced = set(axes_of(dims, len(shape)))
+        g = g.reshape([1 if i in reduced else s for i, s in enumerate(shape)])
+    return g.expand(shape)
+
+
+def full(op: Op) -> Callable[..., Any]:
+    """Batching of a reduction over everything: over every axis but the sample axis."""
+
+    def rule(batch: Any, _: Op, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        physical = batch.physical(x)
+        return op(physical, list(range(1, physical.dim())), False, **kwargs) if physical.dim() > 1 else op(physical.unsqueeze(1), [1], False, **kwargs)
+
+    return rule
+
+
+def by_axes(batch: Any, op: Op, x: torch.Tensor, dims: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Batching of a reduction over some axes."""
+    physical = batch.physical(x)
+    if x.dim() == 0:
+        return op(physical.unsqueeze(1), [1], False, **kwargs)
+    return op(physical, [a + 1 for a in axes_of(dims, x.dim())], *args, **kwargs)
+
+
+def _sum_back(out: torch.Tensor, x: torch.Tensor, dims: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    shape, kind = x.shape, x.dtype
+    return lambda g: spread(cast(g, kind), shape, dims, keepdim)
+
+
+def _mean_back(out: torch.Tensor, x: torch.Tensor, dims: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    shape, kind, count = x.shape, x.dtype, 1
+    for axis in axes_of(dims, x.dim()):
+        count *= shape[axis]
+    return lambda g: spread(cast(g, kind) / count, shape, dims, keepdim)
+
+
+define(aten.sum.default, vjp={0: _sum_back}, batch=full(aten.sum.dim_IntList))
+define(aten.sum.dim_IntList, vjp={0: _sum_back}, batch=by_axes)
+define(aten.mean.default, vjp={0: _mean_back}, batch=full(aten.mean.dim))
+define(aten.mean.dim, vjp={0: _mean_back}, batch=by_axes)
+
+
+def _logsumexp_back(out: torch.Tensor, x: torch.Tensor, dims: Any, keepdim: bool = False) -> Any:
+    shape = x.shape
+    return lambda g: spread(g, shape, dims, keepdim) * torch.exp(x - spread(_finite(out), shape, dims, keepdim))
+
+
+def _finite(out: torch.Tensor) -> torch.Tensor:
+    return torch.where(torch.isinf(out), torch.zeros_like(out), out)
+
+
+define(aten.logsumexp.default, vjp={0: _logsumexp_back}, batch=by_axes)
+
+
+def _extreme_back(out: torch.Tensor, x: torch.Tensor, dims: Any = (), keepdim: bool = False) -> Any:
+    """amax/amin share the cotangent equally among ties."""
+    shape = x.shape
+
+    def back(g: torch.Tensor) -> torch.Tensor:
+        hit = cast(x == spread(out, shape, dims, keepdim), g.dtype)
+        return hit * spread(g / hit.sum(axes_of(dims, len(shape)), keepdim), shape, dims, keepdim) if len(shape) else g
+
+    return back
+
+
+define(aten.amax.default, aten.amin.default, vjp={0: _extreme_back}, batch=by_axes)
+
+
+def _max_all_back(out: torch.Tensor, x: torch.Tensor) -> Any:
+    shape = x.shape
+
+    def back(g: torch.Tensor) -> torch.Tensor:
+        hit = cast(x == out, g.dtype)
+        return hit * (g / hit.sum())
+
+    return back if len(shape) else lambda g: g
+
+
+define(aten.max.default, vjp={0: _max_all_back}, batch=full(aten.amax.default))
+define(aten.min.default, vjp={0: _max_all_back}, batch=full(aten.amin.default))
+
+
+def _pick_back(dim_position: int) -> Any:
+    """For operators that return values and the places where they stood: the cotangent goes back to those places."""
+
+    def make(out: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        shape, dtype, device, index = x.shape, x.dtype, x.device, out[1]
+        dim = args[dim_position - 1] if len(args) >= dim_position else kwargs.get("dim", -1)
+        keepdim = index.dim() == len(shape)
+
+        def back(gs: list[Any]) -> torch.Tensor | None:
+            g = gs[0]
+            if g is None:
+                return None
+            if not len(shape):
+                return g
+            zeros = torch.zeros(shape, dtype=dtype, device=device)
+            if keepdim:
+                return zeros.scatter(dim, index, g)
+            return zeros.scatter(dim, index.unsqueeze(dim), g.unsqueeze(dim))
+
+        return back
+
+    return make
+
+
+define(aten.max.dim, aten.min.dim, vjp={0: _pick_back(1)}, batch=shifted(1))
+define(aten.sort.default, vjp={0: _pick_back(1)}, batch=shifted(1, defaults={1: -1}))
+define(aten.sort.stable, vjp={0: _pick_back(1)}, batch=lambda batch, op, x, *, stable, dim=-1, descending=False: op(batch.physical(x), stable=stable, dim=wrap_dim(dim, x.dim()) + 1, descending=descending))
+define(aten.topk.default, vjp={0: _pick_back(2)}, batch=shifted(2, defaults={2: -1}))
+define(aten.kthvalue.default, vjp={0: _pick_back(2)}, batch=shifted(2, defaults={2: -1}))
+define(aten.median.dim, vjp={0: _pick_back(1)}, batch=shifted(1))
+
+
+def _cumsum_back(out: torch.Tensor, x: torch.Tensor, dim: int, *, dtype: Any = None) -> Any:
+    kind = x.dtype
+    return lambda g: cast(g.flip(dim).cumsum(dim).flip(dim) if g.dim() else g, kind)
+
+
+define(aten.cumsum.default, vjp={0: _cumsum_back}, batch=shifted(1))
+
+
+def _prod_back(out: torch.Tensor, x: torch.Tensor, *, dtype: Any = None) -> Any:
+    return lambda g: (g * _products_of_others(x.reshape(-1), 0)).reshape(x.shape)
+
+
+def _prod_dim_back(out: torch.Tensor, x: torch.Tensor, dim: int, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    return lambda g: spread(g, x.shape, dim, keepdim) * _products_of_others(x, dim)
+
+
+def _products_of_others(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """For each element the product of all others along `dim`; right with zeros among them, where product / element is not."""
+    if not x.dim():
+        return torch.ones_like(x)
+    one = torch.ones_like(x.narrow(dim, 0, 1))
+    size = x.shape[dim]
+    before = torch.cat([one, x.narrow(dim, 0, size - 1)], dim).cumprod(dim)
+    after = torch.cat([one, x.flip(dim).narrow(dim, 0, size - 1)], dim).cumprod(dim).flip(dim)
+    return before * after
+
+
+define(aten.prod.default, vjp={0: _prod_back}, batch=lambda batch, op, x, **kwargs: aten.prod.dim_int(batch.physical(x).reshape(batch.size, -1), 1, **kwargs))
+define(aten.prod.dim_int, vjp={0: _prod_dim_back}, batch=shifted(1))
+
+
+def _cumprod_back(out: torch.Tensor, x: torch.Tensor, dim: int, *, dtype: Any = None) -> Any:
+    def back(g: torch.Tensor) -> torch.Tensor:
+        if not x.dim():
+            return g
+        # d out_k / d x_i is the product of x_0..x_k without x_i: a sum of k terms each, exact with zeros, quadratic in length
+        moved = x.movedim(dim, -1)
+        size = moved.shape[-1]
+        eye = torch.eye(size, dtype=torch.bool, device=x.device)
+        others = torch.where(eye, torch.ones((), dtype=x.dtype, device=x.device), moved.unsqueeze(-2)).cumprod(-1)
+        lower = torch.ones(size, size, dtype=torch.bool, device=x.device).triu()
+        others = torch.where(lower, others, torch.zeros((), dtype=x.dtype, device=x.device))
+        return (others * g.movedim(dim, -1).unsqueeze(-2)).sum(-1).movedim(-1, dim)
+
+    return back
+
+
+define(aten.cumprod.default, vjp={0: _cumprod_back}, batch=shifted(1))
+
+
+# -- variance and norms ---------------------------------------------------------------------------------------------------------------
+
+
+def _count(shape: Sequence[int], dims: Any) -> int:
+    count = 1
+    for axis in axes_of(dims, len(shape)):
+        count *= shape[axis]
+    return count
+
+
+def _var_back(out: torch.Tensor, x: torch.Tensor, dims: Any = None, *, correction: Any = 1, keepdim: bool = False) -> Any:
+    scale = 2 / (_count(x.shape, dims) - (1 if correction is None else correction) or float("nan"))
+    return lambda g: spread(g, x.shape, dims, keepdim) * (x - x.mean(axes_of(dims, x.dim()), keepdim=True)) * scale
+
+
+def _std_back(out: torch.Tensor, x: torch.Tensor, dims: Any = None, *, correction: Any = 1, keepdim: bool = False) -> Any:
+    variance = _var_back(out, x, dims, correction=correction, keepdim=keepdim)
+    return lambda g: variance(torch.where(out == 0, torch.zeros_like(g), g / (2 * out)))
+
+
+def _var_mean_back(out: Any, x: torch.Tensor, dims: Any = None, *, correction: Any = 1, keepdim: bool = False) -> Any:
+    variance = _var_back(out[0], x, dims, correction=correction, keepdim=keepdim)
+    mean = _mean_back(out[1], x, dims, keepdim)
+
+    def back(gs: list[Any]) -> torch.Tensor | None:
+        parts = [rule(g) for rule, g in zip((variance, mean), gs, strict=True) if g is not None]
+        return parts[0] + parts[1] if len(parts) == 2 else parts[0]
+
+    return back
+
+
+define(aten.var.correction, vjp={0: _var_back}, batch=by_axes)
+define(aten.std.correction, vjp={0: _std_back}, batch=by_axes)
+define(aten.var_mean.correction, vjp={0: _var_mean_back}, batch=by_axes)
+
+
+def _norm_back(out: torch.Tensor, x: torch.Tensor, order: Any = 2, dims: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    shape = x.shape
+
+    def back(g: torch.Tensor) -> torch.Tensor:
+        norm, g_wide = spread(out, shape, dims, keepdim), spread(g, shape, dims, keepdim)
+        zero = torch.zeros_like(x)
+        if order == 2:
+            return torch.where(norm == 0, zero, g_wide * x / norm)
+        if order == 1:
+            return g_wide * torch.sgn(x)
+        if order == 0:
+            return zero
+        if abs(order) == float("inf"):
+            hit = cast(x.abs() == norm, g.dtype)
+            return hit * torch.sgn(x) * (g_wide / hit.sum(axes_of(dims, len(shape)), keepdim=True))
+        return torch.where(norm == 0, zero, g_wide * torch.sgn(x) * (x.abs() / norm) ** (order - 1))
+
+    return back
+
+
+def _norm_batch(batch: Any, op: Op, x: torch.Tensor, order: Any = 2, dims: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
+    physical = batch.physical(x)
+    if x.dim() == 0:
+        return op(physical.unsqueeze(1), order, [1], False, **kwargs)
+    return op(physical, order, [a + 1 for a in axes_of(dims, x.dim())], keepdim, **kwargs)
+
+
+define(aten.linalg_vector_norm.default, vjp={0: _norm_back}, batch=_norm_batch)
+
+# -- truth values and places: no derivative ---------------------------------------------------------------------------------------------
+
+
+def _one_axis(batch: Any, op: Op, x: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> torch.Tensor:
+    physical = batch.physical(x)
+    if dim is None or x.dim() == 0:
+        return op(physical.reshape(physical.shape[0], -1), 1, False)
+    return op(physical, wrap_dim(dim, x.dim()) + 1, keepdim)
+
+
+constant(aten.argmax.default, aten.argmin.default, batch=_one_axis)
+constant(aten.argsort.default, batch=shifted(1, defaults={1: -1}))
+constant(aten.any.dim, aten.all.dim, batch=shifted(1))
+constant(aten.any.dims, aten.all.dims, batch=by_axes)
+constant(aten.any.default, batch=full(aten.any.dims))
+constant(aten.all.default, batch=full(aten.all.dims))

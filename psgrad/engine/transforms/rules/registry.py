@@ -1,0 +1,126 @@
+"""The table of rules: for each operator its VJP and its batching, declared side by side by the operator's family.
+
+A VJP is given argument by argument, as a function that sees the result and the arguments and returns the closure from the
+result's cotangent to the argument's: `lambda out, x, y: lambda g: g * y`. The closure keeps alive what it mentions and nothing
+else, so what a rule saves can be read off it. An argument without an entry has no derivative (its cotangent is zero). For a
+list argument the closure takes the place in the list first. Cotangents have the argument's shape and dtype.
+
+A batching rule is `rule(batch, op, *args, **kwargs)`. `batch` (see batching.Batch) knows which arguments carry the sample axis
+and gives their physical values, sample axis in front; the rule returns physical results with that axis in front.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._decomp import decomposition_table
+
+from psgrad.engine.transforms import diagnostics
+from psgrad.errors import UnsupportedOperatorError
+
+Op = torch._ops.OpOverload
+Maker = Callable[..., Callable[..., Any]]
+
+
+@dataclass(frozen=True)
+class JointVJP:
+    """A VJP that computes several cotangents at once: `make(out, *args)` -> `(cotangent(s), positions) -> {position: cotangent}`."""
+
+    make: Maker
+
+
+@dataclass(frozen=True)
+class DerivativeRule:
+    vjp: Mapping[int, Maker] | JointVJP
+    # May take the operator over, given tracers: returns its result, or None to go on with the VJP.
+    instead: Callable[..., Any] | None = None
+
+
+_derivatives: dict[Op, DerivativeRule] = {}
+_batchings: dict[Op, Callable[..., Any]] = {}
+_constants: set[Op] = set()
+_decompositions: dict[Op, Callable[..., Any]] = {}
+
+
+def define(
+    *ops: Op,
+    vjp: Mapping[int, Maker] | JointVJP | None = None,
+    batch: Callable[..., Any] | None = None,
+    instead: Callable[..., Any] | None = None,
+) -> None:
+    """Declare the rules of operators. A second declaration of the same rule is a mistake."""
+    for op in ops:
+        if vjp is not None or instead is not None:
+            assert op not in _derivatives, op
+            _derivatives[op] = DerivativeRule(vjp if vjp is not None else {}, instead)
+        if batch is not None:
+            assert op not in _batchings, op
+            _batchings[op] = batch
+
+
+def constant(*ops: Op, batch: Callable[..., Any] | None = None) -> None:
+    """Declare operators whose result has zero derivative everywhere (comparisons, indices, fresh tensors)."""
+    _constants.update(ops)
+    define(*ops, batch=batch)
+
+
+def replace(op: Op) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Declare how an operator is written with others, where PyTorch's own way does not serve."""
+
+    def declare(function: Callable[..., Any]) -> Callable[..., Any]:
+        _decompositions[op] = function
+        return function
+
+    return declare
+
+
+def derivative_rule(op: Op) -> DerivativeRule | None:
+    return _derivatives.get(op)
+
+
+def batching_rule(op: Op) -> Callable[..., Any] | None:
+    return _batchings.get(op)
+
+
+def is_constant(op: Op) -> bool:
+    return op in _constants
+
+
+def decomposition_of(op: Op) -> Callable[..., Any] | None:
+    """How `op` is written with other operators: ours, else PyTorch's composite definition, else PyTorch's tables."""
+    if (ours := _decompositions.get(op)) is not None:
+        return ours
+    if _is_composite(op):
+        return op.decompose
+    return decomposition_table.get(op)
+
+
+def _is_composite(op: Op) -> bool:
+    try:
+        return op._can_decompose()
+    except RuntimeError:  # some legacy overloads can't even be asked
+        return False
+
+
+def decompose(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `op` as a program of other operators, on tracers; an error that names it where there is none."""
+    function = decomposition_of(op)
+    if function is None:
+        raise UnsupportedOperatorError(
+            f"operator {op.name()}.{op._overloadname} has no rule{diagnostics.where()}"
+            if op._overloadname != "default" and "." not in op.name()
+            else f"operator {op.name()} has no rule{diagnostics.where()}",
+            expected="an operator with a rule of its own, or one that PyTorch can express with such operators",
+            cause="psgrad never falls back to a slow loop in silence, nor guesses a derivative",
+            next_step="write the computation with other operators, or add a rule: docs/adding-an-operator.md shows how",
+        )
+    result = function(*args, **kwargs)
+    if result is NotImplemented:
+        raise UnsupportedOperatorError(
+            f"operator {op.name()} has no rule, and PyTorch's decomposition does not take these arguments{diagnostics.where()}",
+            next_step="write the computation with other operators, or add a rule: docs/adding-an-operator.md shows how",
+        )
+    return result

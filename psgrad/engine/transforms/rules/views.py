@@ -1,0 +1,353 @@
+"""Views and other rearrangements: the VJP of each is the rearrangement back, its batching moves axes behind the sample axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from psgrad.engine.transforms.rules.families import aten, leading, shifted, sum_to, wrap_dim
+from psgrad.engine.transforms.rules.registry import Op, define
+
+# -- shape --------------------------------------------------------------------------------------------------------------------
+
+
+def _back_to_shape(out: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    shape = x.shape
+    return lambda g: g.reshape(shape)
+
+
+def _view_batch(batch: Any, op: Op, x: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
+    physical = batch.physical(x)
+    if -1 in size:  # resolved for one sample: with no sample at all it would be ambiguous
+        known = 1
+        for s in size:
+            known *= s if s != -1 else 1
+        size = [x.numel() // max(known, 1) if s == -1 else s for s in size]
+    return op(physical, [physical.shape[0], *size])
+
+
+define(aten.view.default, aten._unsafe_view.default, vjp={0: _back_to_shape}, batch=_view_batch)
+define(aten._reshape_alias.default, vjp={0: _back_to_shape}, batch=lambda batch, op, x, size, stride: _view_batch(batch, aten.reshape.default, x, size))
+define(aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default, vjp={0: _back_to_shape})
+define(aten.squeeze.default, vjp={0: _back_to_shape}, batch=lambda batch, op, x: _view_batch(batch, aten.view.default, x, [s for s in x.shape if s != 1]))
+
+
+def _squeeze_batch(batch: Any, op: Op, x: torch.Tensor, dims: Any) -> torch.Tensor:
+    wanted = {wrap_dim(d, x.dim()) for d in ([dims] if isinstance(dims, int) else dims)}
+    return aten.squeeze.dims(batch.physical(x), [d + 1 for d in wanted if x.dim() and x.shape[d] == 1])
+
+
+define(aten.squeeze.dim, aten.squeeze.dims, batch=_squeeze_batch)
+define(aten.unsqueeze.default, batch=lambda batch, op, x, dim: op(batch.physical(x), wrap_dim(dim, x.dim() + 1) + 1))
+define(
+    aten.alias.default,
+    aten.lift_fresh.default,
+    aten.lift.default,
+    vjp={0: lambda out, x: lambda g: g},
+    batch=leading,
+)
+define(aten.detach.default, vjp={}, batch=leading)
+
+
+def _sum_back(out: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    shape, dtype = x.shape, x.dtype
+    return lambda g: sum_to(g, shape, dtype)
+
+
+def _expand_batch(batch: Any, op: Op, x: torch.Tensor, size: Sequence[int], implicit: bool = False) -> torch.Tensor:
+    physical = batch.aligned(x, len(size))
+    return op(physical, [physical.shape[0], *(s if s != -1 else x.shape[i - len(size) + x.dim()] for i, s in enumerate(size))])
+
+
+define(aten.expand.default, vjp={0: _sum_back}, batch=_expand_batch)
+
+
+def _repeat_back(out: torch.Tensor, x: torch.Tensor, repeats: Sequence[int]) -> Callable[[torch.Tensor], torch.Tensor]:
+    shape, rank = x.shape, len(repeats)
+
+    def back(g: torch.Tensor) -> torch.Tensor:
+        padded = (1,) * (rank - len(shape)) + tuple(shape)
+        g = g.reshape([n for pair in zip(repeats, padded, strict=True) for n in pair])
+        return g.sum(list(range(0, 2 * rank, 2))).reshape(shape) if rank else g
+
+    return back
+
+
+define(
+    aten.repeat.default,
+    vjp={0: _repeat_back},
+    batch=lambda batch, op, x, repeats: op(batch.aligned(x, len(repeats)), [1, *repeats]),
+)
+
+# -- order of axes --------------------------------------------------------------------------------------------------------------
+
+define(
+    aten.t.default,
+    vjp={0: lambda out, x: lambda g: aten.t.default(g)},
+    batch=lambda batch, op, x: batch.physical(x).transpose(1, 2) if x.dim() == 2 else batch.physical(x),
+)
+define(
+    aten.transpose.int,
+    vjp={0: lambda out, x, d0, d1: lambda g: aten.transpose.int(g, d0, d1)},
+    batch=lambda batch, op, x, d0, d1: (
+        op(batch.physical(x), wrap_dim(d0, x.dim()) + 1, wrap_dim(d1, x.dim()) + 1) if x.dim() else batch.physical(x)
+    ),
+)
+
+
+def _permute_back(out: torch.Tensor, x: torch.Tensor, dims: Sequence[int]) -> Callable[[torch.Tensor], torch.Tensor]:
+    inverse = inverse_permutation(dims)
+    return lambda g: aten.permute.default(g, inverse)
+
+
+def inverse_permutation(dims: Sequence[int]) -> list[int]:
+    inverse = [0] * len(dims)
+    for place, dim in enumerate(dims):
+        inverse[wrap_dim(dim, len(dims))] = place
+    return inverse
+
+
+define(
+    aten.permute.default,
+    vjp={0: _permute_back},
+    batch=lambda batch, op, x, dims: op(batch.physical(x), [0, *(wrap_dim(d, x.dim()) + 1 for d in dims)]),
+)
+define(aten.flip.default, vjp={0: lambda out, x, dims: lambda g: aten.flip.default(g, dims)}, batch=shifted(1))
+
+
+def _roll_batch(batch: Any, op: Op, x: torch.Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> torch.Tensor:
+    physical = batch.physical(x)
+    if not dims:
+        return op(physical.flatten(1), shifts, [1]).reshape(physical.shape)
+    return op(physical, shifts, [wrap_dim(d, x.dim()) + 1 for d in dims])
+
+
+define(
+    aten.roll.default,
+    vjp={0: lambda out, x, shifts, dims=(): lambda g: aten.roll.default(g, [-s for s in shifts], dims)},
+    batch=_roll_batch,
+)
+
+# -- parts ------------------------------------------------------------------------------------------------------------------------
+
+
+def _shape_of(make: Callable[..., Any]) -> Callable[..., Any]:
+    """A maker that needs the argument's shape, and must not keep its value."""
+    return lambda out, x, *args, **kwargs: make(x.shape, *args, **kwargs)
+
+
+define(
+    aten.select.int,
+    vjp={0: _shape_of(lambda shape, dim, index: lambda g: aten.select_backward.default(g, shape, dim, index))},
+    batch=shifted(1),
+)
+define(
+    aten.slice.Tensor,
+    vjp={
+        0: _shape_of(
+            lambda shape, dim=0, start=None, end=None, step=1: lambda g: aten.slice_backward.default(
+                g, shape, dim, *_slice_bounds(shape[dim], start, end), step
+            )
+        )
+    },
+    batch=shifted(1, defaults={1: 0}),
+)
+
+
+def _slice_bounds(size: int, start: int | None, end: int | None) -> tuple[int, int]:
+    first, last, _ = slice(start, end).indices(size)
+    return first, last
+
+
+define(
+    aten.select_backward.default,
+    vjp={0: lambda out, g, shape, dim, index: lambda h: aten.select.int(h, dim, index)},
+    batch=lambda batch, op, g, shape, dim, index: op(batch.physical(g), [batch.size, *shape], wrap_dim(dim, len(shape)) + 1, index),
+)
+define(
+    aten.slice_backward.default,
+    vjp={0: lambda out, g, shape, dim, start, end, step: lambda h: aten.slice.Tensor(h, dim, start, end, step)},
+    batch=lambda batch, op, g, shape, dim, start, end, step: op(
+        batch.physical(g), [batch.size, *shape], wrap_dim(dim, len(shape)) + 1, start, end, step
+    ),
+)
+define(
+    aten.diagonal.default,
+    vjp={
+        0: _shape_of(
+            lambda shape, offset=0, dim1=0, dim2=1: lambda g: aten.diagonal_backward.default(g, shape, offset, dim1, dim2)
+        )
+    },
+    batch=shifted(2, 3, defaults={2: 0, 3: 1}),
+)
+define(
+    aten.diagonal_backward.default,
+    vjp={0: lambda out, g, shape, offset, dim1, dim2: lambda h: aten.diagonal.default(h, offset, dim1, dim2)},
+    batch=lambda batch, op, g, shape, offset, dim1, dim2: op(
+        batch.physical(g), [batch.size, *shape], offset, wrap_dim(dim1, len(shape)) + 1, wrap_dim(dim2, len(shape)) + 1
+    ),
+)
+
+
+def _scatter_batch(batch: Any, op: Op, x: torch.Tensor, source: torch.Tensor, dim: int = 0, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return op(batch.physical(x), batch.physical(source), wrap_dim(dim, x.dim()) + 1, *args, **kwargs)
+
+
+define(
+    aten.select_scatter.default,
+    vjp={
+        0: lambda out, x, source, dim, index: lambda g: aten.select_scatter.default(
+            g, torch.zeros_like(aten.select.int(g, dim, index)), dim, index
+        ),
+        1: lambda out, x, source, dim, index: lambda g: aten.select.int(g, dim, index),
+    },
+    batch=_scatter_batch,
+)
+define(
+    aten.slice_scatter.default,
+    vjp={
+        0: lambda out, x, source, *where: lambda g: aten.slice_scatter.default(g, torch.zeros_like(aten.slice.Tensor(g, *where)), *where),
+        1: lambda out, x, source, *where: lambda g: aten.slice.Tensor(g, *where),
+    },
+    batch=_scatter_batch,
+)
+define(
+    aten.diagonal_scatter.default,
+    vjp={
+        0: lambda out, x, source, *where: lambda g: aten.diagonal_scatter.default(g, torch.zeros_like(aten.diagonal.default(g, *where)), *where),
+        1: lambda out, x, source, *where: lambda g: aten.diagonal.default(g, *where),
+    },
+    batch=lambda batch, op, x, source, offset=0, dim1=0, dim2=1: op(
+        batch.physical(x), batch.physical(source), offset, wrap_dim(dim1, x.dim()) + 1, wrap_dim(dim2, x.dim()) + 1
+    ),
+)
+
+
+def _split_back(out: Sequence[torch.Tensor], x: torch.Tensor, size: Any, dim: int = 0) -> Callable[[list[Any]], torch.Tensor]:
+    shapes, dtype, device = [part.shape for part in out], x.dtype, x.device
+    return lambda gs: aten.cat.default(
+        [g if g is not None else torch.zeros(shape, dtype=dtype, device=device) for g, shape in zip(gs, shapes, strict=True)], dim
+    )
+
+
+define(
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
+    vjp={0: _split_back},
+    batch=shifted(2, defaults={2: 0}),
+)
+
+
+def _unbind_back(out: Sequence[torch.Tensor], x: torch.Tensor, dim: int = 0) -> Callable[[list[Any]], torch.Tensor]:
+    shape, dtype, device = (out[0].shape if out else None), x.dtype, x.device
+    return lambda gs: aten.stack.default([g if g is not None else torch.zeros(shape, dtype=dtype, device=device) for g in gs], dim)
+
+
+define(aten.unbind.int, vjp={0: _unbind_back}, batch=shifted(1, defaults={1: 0}))
+
+# -- joining ------------------------------------------------------------------------------------------------------------------------
+
+
+def _cat_back(out: torch.Tensor, tensors: Sequence[torch.Tensor], dim: int = 0) -> Callable[[int], Callable[[torch.Tensor], torch.Tensor]]:
+    # PyTorch lets 1-d empty tensors take part in any concatenation
+    sizes = [t.shape[dim] if t.dim() == out.dim() else 0 for t in tensors]
+    shapes, dtypes = [t.shape for t in tensors], [t.dtype for t in tensors]
+
+    def at(place: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        start = sum(sizes[:place])
+
+        def back(g: torch.Tensor) -> torch.Tensor:
+            part = aten.slice.Tensor(g, dim, start, start + sizes[place])
+            return sum_to(part.reshape(shapes[place]), shapes[place], dtypes[place])
+
+        return back
+
+    return at
+
+
+def _cat_batch(batch: Any, op: Op, tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    rank = max(t.dim() for t in tensors)
+    return op([batch.physical(t) for t in tensors if t.dim() == rank or t.numel()], wrap_dim(dim, rank) + 1)
+
+
+def _stack_back(out: torch.Tensor, tensors: Sequence[torch.Tensor], dim: int = 0) -> Callable[[int], Callable[[torch.Tensor], torch.Tensor]]:
+    dtypes = [t.dtype for t in tensors]
+    return lambda place: lambda g: aten.select.int(g, dim, place).to(dtypes[place])
+
+
+define(aten.cat.default, vjp={0: _cat_back}, batch=_cat_batch)
+define(
+    aten.stack.default,
+    vjp={0: _stack_back},
+    batch=lambda batch, op, tensors, dim=0: op([batch.physical(t) for t in tensors], wrap_dim(dim, tensors[0].dim() + 1) + 1),
+)
+
+# -- padding --------------------------------------------------------------------------------------------------------------------------
+
+define(
+    aten.constant_pad_nd.default,
+    vjp={0: lambda out, x, pad, value=0: lambda g: aten.constant_pad_nd.default(g, [-p for p in pad], 0)},
+    batch=leading,
+)
+
+
+def _pad_batch(axes: int) -> Callable[..., torch.Tensor]:
+    """Kernels that accept one leading batch axis or none: all leading axes are folded into one."""
+
+    def rule(batch: Any, op: Op, *args: Any) -> torch.Tensor:
+        tensors = [batch.physical(a) if isinstance(a, torch.Tensor) else a for a in args]
+        lead = tensors[0].shape[: tensors[0].dim() - axes]
+        folded = [a.reshape(-1, 1, *a.shape[a.dim() - axes :]) if isinstance(a, torch.Tensor) else a for a in tensors]
+        out = op(*folded)
+        return out.reshape(*lead, *out.shape[2:])
+
+    return rule
+
+
+for _axes in (1, 2, 3):
+    for _kind in ("reflection", "replication"):
+        _forward = getattr(aten, f"{_kind}_pad{_axes}d").default
+        _backward = getattr(aten, f"{_kind}_pad{_axes}d_backward").default
+        define(
+            _forward,
+            vjp={0: lambda out, x, pad, backward=_backward: lambda g: backward(g, x, pad)},
+            batch=_pad_batch(_axes),
+        )
+        define(_backward, batch=_pad_batch(_axes))
+
+# -- writes through views -----------------------------------------------------------------------------------------------------------------
+
+
+def write_through(op: Op, base: Any, new: Any, rest: tuple[Any, ...], kwargs: dict[str, Any], output: int | None) -> Any:
+    """The base after its view, made by `op(base, *rest)` (result number `output` of it), was overwritten by `new`.
+
+    None where a write through this kind of view is not supported (an expanded tensor has several elements at one place).
+    """
+    if op in (aten.view.default, aten._unsafe_view.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default):
+        return new.reshape(base.shape)
+    if op is aten.t.default:
+        return aten.t.default(new)
+    if op is aten.transpose.int:
+        return aten.transpose.int(new, *rest)
+    if op is aten.permute.default:
+        return aten.permute.default(new, inverse_permutation(rest[0]))
+    if op is aten.alias.default:
+        return new
+    if op is aten.select.int:
+        return aten.select_scatter.default(base, new, *rest)
+    if op is aten.slice.Tensor:
+        return aten.slice_scatter.default(base, new, *rest)
+    if op is aten.diagonal.default:
+        return aten.diagonal_scatter.default(base, new, *rest)
+    if op is aten.unbind.int and output is not None:
+        return aten.select_scatter.default(base, new, rest[0] if rest else 0, output)
+    if op in (aten.split.Tensor, aten.split_with_sizes.default) and output is not None:
+        dim = rest[1] if len(rest) > 1 else 0
+        sizes = rest[0]
+        start = output * sizes if isinstance(sizes, int) else sum(sizes[:output])
+        return aten.slice_scatter.default(base, new, dim, start, start + new.shape[dim], 1)
+    return None
