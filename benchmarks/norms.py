@@ -1,0 +1,230 @@
+"""What per-sample gradient norms and clipped sums cost, as a multiple of the ordinary forward and backward pass.
+
+    python benchmarks/norms.py [--rounds 11] [--only cnn mlp] [--json FILE] [--device cpu]
+
+For each network, four ways to spend a batch are timed in turn, round after round in one process, so that whatever else the machine
+does falls on all of them alike:
+
+    plain        forward and backward of the batch's mean loss
+    torch.func   vmap(grad) of the one-sample loss, then the norms
+    norms        psgrad's norms
+    clipped      psgrad's norms, and the sum of the gradients after each is clipped to the median norm
+
+Before anything is timed, psgrad's norms are held against torch.func's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from models import GPT, cnn, mlp, resnet
+from torch import Tensor, nn
+
+from psgrad.engine.gradients import PerSampleGradients, per_sample_gradients
+from psgrad.engine.objective import Objective
+
+# What clipped sums may cost beyond the norms, as a multiple of plain.
+CLIPPING_BAR = 0.4
+# A quick way is called as often in each round as fits into this many seconds, so that the clock's grain does not show.
+SHORTEST_TIMING = 0.05
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network, its batch, and how many times plain its norms may cost on two CPU cores."""
+
+    description: str
+    build: Callable[[], nn.Module]
+    draw: Callable[[], tuple[Tensor, Tensor]]
+    bar: float
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds a batch over the rounds, and what they are to plain's median."""
+
+    median: float
+    lower_quartile: float
+    upper_quartile: float
+    ratio: float
+
+
+def draw_images(n: int, channels: int, size: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(n, channels, size, size), torch.randint(10, (n,))
+
+
+def draw_vectors(n: int, width: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(n, width), torch.randint(10, (n,))
+
+
+def draw_tokens(n: int, positions: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(vocabulary, (n, positions + 1))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+CASES = {
+    "cnn": Case("tutorial CNN, 64 x 1x28x28", cnn, lambda: draw_images(64, 1, 28), bar=1.6),
+    "mlp": Case("MLP 784-512-512-10, 256 x 784", mlp, lambda: draw_vectors(256, 784), bar=2.0),
+    "gpt": Case("GPT 4 layers of 256, 16 x 128 of 8192 tokens", GPT, lambda: draw_tokens(16, 128, 8192), bar=1.5),
+    "resnet": Case("GroupNorm ResNet-20, 32 x 3x32x32", resnet, lambda: draw_images(32, 3, 32), bar=1.7),
+}
+
+
+class Contest:
+    """The four ways, on one network and one batch."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        torch.manual_seed(0)
+        self.model = case.build().to(device)
+        self.inputs, self.target = (value.to(device) for value in case.draw())
+        self.parameters = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        self.objective = Objective(self.model, F.cross_entropy, lambda output: {})
+        self.bound = self.norms().median()
+
+    def plain(self) -> Tensor:
+        self.model.zero_grad()
+        output = self.model(self.inputs)
+        # [n, classes] or [n, t, classes]: every sample has as many terms, so that the mean of all is the mean of the samples.
+        loss = F.cross_entropy(output.flatten(0, -2), self.target.flatten())
+        loss.backward()
+        return loss.detach()
+
+    def torch_func(self, accumulate_in: torch.dtype | None = None) -> Tensor:
+        def loss_of_one(parameters: dict[str, Tensor], inputs: Tensor, target: Tensor) -> Tensor:
+            output = torch.func.functional_call(self.model, parameters, (inputs[None],))
+            return F.cross_entropy(output[0], target)
+
+        gradients = torch.func.vmap(torch.func.grad(loss_of_one), in_dims=(None, 0, 0))(self.parameters, self.inputs, self.target)
+        norms = [gradient.flatten(1).norm(dim=1, dtype=accumulate_in) for gradient in gradients.values()]
+        return torch.stack(norms).norm(dim=0)
+
+    def deferred(self) -> PerSampleGradients:
+        return per_sample_gradients(self.objective.loss, self.objective.params, (self.inputs,), self.target, has_aux=True)
+
+    def norms(self) -> Tensor:
+        return self.deferred().square_norms().sqrt()
+
+    def clipped(self) -> dict[str, Tensor]:
+        gradients = self.deferred()
+        weights = (self.bound / gradients.square_norms().sqrt()).clamp(max=1)
+        return gradients.weighted_sum(weights)
+
+    def disagreement(self) -> float:
+        """The largest relative difference between psgrad's norms and torch.func's, the latter summed in float64.
+
+        torch's own float32 norm of a million entries is wrong by up to 1e-4.
+        """
+        expected = self.torch_func(accumulate_in=torch.float64)
+        return ((self.norms() - expected).abs() / expected).max().item()
+
+    def ways(self) -> dict[str, Callable[[], Any]]:
+        return {"plain": self.plain, "torch.func": self.torch_func, "norms": self.norms, "clipped": self.clipped}
+
+
+def seconds(way: Callable[[], Any], repeats: int, device: torch.device) -> float:
+    """Wall-clock time of one call, the mean over `repeats` of them."""
+    start = time.perf_counter()
+    for _ in range(repeats):
+        way()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - start) / repeats
+
+
+def time_in_turn(ways: dict[str, Callable[[], Any]], rounds: int, device: torch.device) -> dict[str, Timing]:
+    """Every way once a round, after a first call of each that is thrown away and a second that tells how often to repeat it."""
+    for way in ways.values():
+        seconds(way, 1, device)
+    repeats = {name: 1 + int(SHORTEST_TIMING / seconds(way, 1, device)) for name, way in ways.items()}
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, way in ways.items():
+            taken[name].append(seconds(way, repeats[name], device))
+
+    quartiles = {name: torch.tensor(times).quantile(torch.tensor([0.25, 0.5, 0.75])).tolist() for name, times in taken.items()}
+    plain = quartiles["plain"][1]
+    return {name: Timing(middle, lower, upper, middle / plain) for name, (lower, middle, upper) in quartiles.items()}
+
+
+def verdicts(case: Case, timings: dict[str, Timing]) -> dict[str, str]:
+    """What each of psgrad's two ways has to keep, and whether it does."""
+    norms = timings["norms"].ratio
+    on_top = timings["clipped"].ratio - norms
+    return {
+        "norms": f"at most {case.bar}: {'pass' if norms <= case.bar else 'FAIL'}",
+        "clipped": f"{on_top:+.2f}, at most +{CLIPPING_BAR}: {'pass' if on_top <= CLIPPING_BAR else 'FAIL'}",
+    }
+
+
+def machine(device: torch.device) -> dict[str, str | int]:
+    """What the numbers depend on beside the code."""
+    processor = platform.processor() or platform.machine()
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        models = [line.split(":", 1)[1].strip() for line in information.read_text().splitlines() if line.startswith("model name")]
+        processor = models[0] if models else processor
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "processor": processor,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def print_table(case: Case, timings: dict[str, Timing], disagreement: float, device: torch.device) -> None:
+    # The bars are for two CPU cores; elsewhere the ratios stand for themselves.
+    bars = verdicts(case, timings) if device.type == "cpu" else {}
+    print(f"\n{case.description}; norms differ from torch.func's by at most {disagreement:.0e}")
+    print(f"  {'':<12}{'median':>10}{'quartiles':>20}{'x plain':>10}   bar")
+    for name, timing in timings.items():
+        quartiles = f"{1e3 * timing.lower_quartile:.1f} .. {1e3 * timing.upper_quartile:.1f}"
+        print(f"  {name:<12}{1e3 * timing.median:>7.1f} ms{quartiles:>20}{timing.ratio:>10.2f}   {bars.get(name, '')}".rstrip(), flush=True)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Time per-sample gradient norms against the ordinary backward pass.")
+    parser.add_argument("--rounds", type=int, default=11, help="timings of each way (default: %(default)s)")
+    parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES), metavar="NAME", help=f"of {', '.join(CASES)}")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="cpu or cuda (default: %(default)s)")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    warnings.filterwarnings("ignore", message="There is a performance drop")  # torch.func's loop over samples for attention on CPU
+    facts = machine(arguments.device)
+    print(", ".join(f"{name} {value}" for name, value in facts.items()) + f", {arguments.rounds} rounds")
+
+    results: dict[str, dict[str, Any]] = {}
+    for name in arguments.only:
+        contest = Contest(CASES[name], arguments.device)
+        disagreement = contest.disagreement()
+        timings = time_in_turn(contest.ways(), arguments.rounds, arguments.device)
+        print_table(CASES[name], timings, disagreement, arguments.device)
+        results[name] = {
+            "bar": CASES[name].bar,
+            "disagreement": disagreement,
+            "seconds": {way: asdict(timing) for way, timing in timings.items()},
+        }
+    if arguments.json is not None:
+        arguments.json.write_text(
+            json.dumps({"machine": facts, "rounds": arguments.rounds, "cases": results}, indent=1) + "\n", encoding="utf-8"
+        )
+
+
+if __name__ == "__main__":
+    main()
