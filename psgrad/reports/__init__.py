@@ -1,0 +1,1 @@
+"""Results -> tables, plots and HTML. Nothing here computes on a model."""

@@ -1,0 +1,280 @@
+"""The figures of a report: one function a plot, data frames in, a `Plot` out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, LogNorm
+from matplotlib.figure import Figure
+
+from psgrad.reports.drawing import (
+    DARK,
+    INK,
+    REST,
+    REVIEW,
+    WIDTH_IN,
+    Array,
+    Plot,
+    figure_with_axes,
+    log_bins,
+    name_rows,
+    rows_height,
+    say_empty,
+    style,
+)
+from psgrad.reports.pictures import to_rgb
+from psgrad.reports.words import count, identifier, label, number, shorten
+from psgrad.results import AnalyzeResult, TopSample, top_samples
+
+MAX_GROUPS = 30  # classes or parameters in one figure: more can't be read
+MAX_MARKS = 250  # single samples drawn as vectors
+MAX_POINTS = 4000  # single samples drawn as pixels; above, they are binned
+MAX_PICTURES = 24
+
+NORM_AXIS = "gradient norm (L2 over all trainable parameters, log scale)"
+
+
+def draw_plots(result: AnalyzeResult) -> list[Plot]:
+    """All figures that this result has the data for, in reading order."""
+    samples, names = result.samples, result.class_names
+    plots = [norm_histogram(samples)]
+    if not (samples["status"] == "ok").any():
+        return plots
+    plots.append(loss_against_norm(samples))
+    if has_classes(samples):
+        plots.append(norms_per_class(samples, names))
+    if len(result.parameters):
+        plots.append(norms_per_layer(result.parameters))
+    if any(sample.image is not None for sample in result.top_inputs):
+        plots.append(top_sheet(samples, result.top_inputs, names))
+    return plots
+
+
+def has_classes(samples: pd.DataFrame) -> bool:
+    """Whether the targets are classes: a confidence goes with them, and they are integers or text."""
+    if "confidence" not in samples or "target" not in samples or not samples["target"].notna().any():
+        return False
+    return not pd.api.types.is_float_dtype(samples["target"]) and all(np.ndim(target) == 0 for target in samples["target"].head(100))
+
+
+def norm_histogram(samples: pd.DataFrame) -> Plot:
+    """How the norms are distributed (log axis), with the review list marked and every row that can't be drawn counted."""
+    drawn, not_drawn = _drawable(samples, ["grad_norm"])
+    norm, review = drawn["grad_norm"].to_numpy(float), drawn["is_outlier_issue"].to_numpy(bool)
+    figure, axes = figure_with_axes(3.2)
+    caption = f"Distribution of the gradient norms of {count(len(drawn))}. "
+    if not len(drawn):
+        say_empty(axes)
+    else:
+        bins = log_bins(norm, 60)
+        counts, reviewed = (np.histogram(values, bins)[0] for values in (norm, norm[review]))
+        axes.bar(bins[:-1], counts - reviewed, np.diff(bins), align="edge", color=REST, label="other samples")
+        axes.bar(bins[:-1], reviewed, np.diff(bins), bottom=counts - reviewed, align="edge", color=REVIEW, label="review list")
+        axes.set_xscale("log")
+        axes.set_xlim(bins[0], bins[-1])
+        axes.set(xlabel=NORM_AXIS, ylabel="samples per bin")
+        _mark_review(axes, norm[review])
+        axes.legend(frameon=False, loc="upper left", labelcolor=INK)
+        caption += f"Orange: the review list ({count(int(review.sum()))}), which begins at the dashed line"
+        caption += "; the ticks below are its samples. " if 0 < review.sum() <= MAX_MARKS else ". "
+    return Plot("norm_histogram", "Gradient norms", caption + not_drawn, figure)
+
+
+def loss_against_norm(samples: pd.DataFrame) -> Plot:
+    """Each sample's loss against its norm: points while they can be told apart, binned above that."""
+    log_loss = bool((samples.loc[samples["status"] == "ok", "loss"] >= 0).all())
+    drawn, not_drawn = _drawable(samples, ["grad_norm", "loss"] if log_loss else ["grad_norm"])
+    figure, axes = figure_with_axes(4.2)
+    caption = "One point a sample. Wherever the two orders disagree, neither is right by itself: look at both. "
+    if not len(drawn):
+        say_empty(axes)
+    else:
+        caption += _draw_points(axes, drawn)
+        axes.set_xscale("log")
+        axes.set_yscale("log" if log_loss else "linear")
+        axes.set(xlabel=NORM_AXIS, ylabel="loss (log scale)" if log_loss else "loss")
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(frameon=False, loc="upper left", labelcolor=INK)
+        if drawn["loss"].nunique() > 1 and drawn["grad_norm"].nunique() > 1:
+            spearman = drawn["loss"].rank().corr(drawn["grad_norm"].rank())
+            caption += f"Rank correlation of loss and norm (Spearman): {spearman:.2f}. "
+    return Plot("loss_against_norm", "Loss against gradient norm", caption + not_drawn, figure, vector=False)
+
+
+def norms_per_class(samples: pd.DataFrame, class_names: list[str] | None) -> Plot:
+    """The norms of each class: median, middle half, middle 90 %, and the samples in the review list."""
+    drawn, not_drawn = _drawable(samples, ["grad_norm"])
+    groups = drawn.groupby("target", observed=True)["grad_norm"]
+    spread = groups.quantile(np.array([0.05, 0.25, 0.5, 0.75, 0.95])).unstack()
+    total = len(spread)
+    if total > MAX_GROUPS:
+        spread = spread.loc[spread[0.5].nlargest(MAX_GROUPS).index.sort_values()]
+    figure, axes = figure_with_axes(rows_height(len(spread)))
+    caption = "Tick: median; bar: the middle half of the class; line: the middle 90 %. Orange dots: samples in the review list. "
+    if total > MAX_GROUPS:
+        caption += f"The {MAX_GROUPS} of {total:,} classes with the largest median are shown. "
+    if not total:
+        say_empty(axes)
+    else:
+        _draw_spread(axes, spread[0.05], spread[0.5], spread[0.95], box=(spread[0.25], spread[0.75]))
+        review = drawn[drawn["is_outlier_issue"] & drawn["target"].isin(spread.index)]
+        if len(review) > MAX_MARKS:
+            caption += f"Of these only the {MAX_MARKS} with the largest norms are drawn. "
+            review = review.nlargest(MAX_MARKS, "grad_norm")
+        axes.scatter(
+            review["grad_norm"], spread.index.get_indexer(pd.Index(review["target"])), s=14, color=REVIEW, linewidths=0, alpha=0.8, zorder=4
+        )
+        sizes = groups.size()
+        name_rows(axes, [f"{label(target, class_names)}  (n = {sizes[target]:,})" for target in spread.index])
+        axes.set(xlabel=NORM_AXIS)
+    return Plot("norms_per_class", "Gradient norms per class", caption + not_drawn, figure)
+
+
+def norms_per_layer(parameters: pd.DataFrame) -> Plot:
+    """For each parameter the spread of its own per-sample norms, and its share of the mean squared norm."""
+    shown = parameters
+    if len(parameters) > MAX_GROUPS:
+        shown = parameters.loc[parameters["share"].fillna(0).nlargest(MAX_GROUPS).index.sort_values()]
+    figure = Figure(figsize=(WIDTH_IN, rows_height(len(shown))), layout="constrained")
+    axes, shares = figure.subplots(1, 2, sharey=True, width_ratios=[3, 1])
+    for each in (axes, shares):
+        style(each)
+    spread = shown[["q05", "median", "q95"]].reset_index(drop=True)
+    positive = spread["q95"] > 0
+    caption = (
+        "Left: the norm of each parameter's own gradient, per sample; dot: median, line: the middle 90 % of samples. "
+        "Right: its share of the mean squared norm; the shares of all parameters add up to 100 %. Model order, top to bottom. "
+    )
+    if len(parameters) > MAX_GROUPS:
+        caption += f"The {MAX_GROUPS} of {len(parameters):,} parameters with the largest share are shown. "
+    if positive.any():
+        drawn = spread[positive]
+        floor = float(drawn.to_numpy()[drawn.to_numpy() > 0].min())
+        axes.hlines(drawn.index, drawn["q05"].clip(lower=floor), drawn["q95"], color=REST, linewidth=2.5, alpha=0.55)
+        axes.scatter(drawn["median"].clip(lower=floor), drawn.index, s=26, color=REST, zorder=3)
+        axes.set_xscale("log")
+    else:
+        say_empty(axes)
+    shares.barh(np.arange(len(shown)), 100 * shown["share"].fillna(0), height=0.6, color=REST)
+    name_rows(axes, [shorten(str(name), 44) for name in shown["parameter"]])
+    axes.set(xlabel="gradient norm of the parameter (log scale)")
+    shares.set(xlabel="share (%)")
+    shares.tick_params(labelleft=False)
+    shares.grid(axis="y", visible=False)
+    return Plot("norms_per_layer", "Gradient norms per layer", caption, figure)
+
+
+def top_sheet(samples: pd.DataFrame, inputs: list[TopSample], class_names: list[str] | None) -> Plot:
+    """The pictures of the top samples, largest norm first, each with its label, the model's prediction, loss and norm."""
+    rows = {row["id"]: row for row in top_samples(samples, len(inputs)).to_dict("records")}
+    shown = [sample for sample in inputs if sample.image is not None][:MAX_PICTURES]
+    columns = min(6, len(shown))
+    lines = -(-len(shown) // columns)
+    figure = Figure(figsize=(WIDTH_IN, 1.95 * lines * 6 / max(columns, 4)), layout="constrained")
+    for axes, sample in zip(figure.subplots(lines, columns, squeeze=False).flat, shown, strict=False):
+        assert sample.image is not None
+        axes.imshow(to_rgb(sample.image), interpolation="nearest")
+        axes.set_title(_sheet_words(sample, rows.get(sample.id), class_names), fontsize=7.5, color=INK, parse_math=False)
+    for axes in figure.axes:
+        axes.axis("off")
+    caption = f"The {len(shown)} samples with the largest gradient norms that are pictures. " + PICTURE_NOTE
+    return Plot("top_sheet", "The top samples", caption, figure, vector=False)
+
+
+PICTURE_NOTE = "Pixel values outside 0..1 (or bytes) are scaled picture by picture; pixels that are not finite are magenta."
+
+
+def _sheet_words(sample: TopSample, row: dict[Any, Any] | None, class_names: list[str] | None) -> str:
+    if row is None:
+        return shorten(identifier(sample.id), 24)
+    truth, guess = (shorten(label(row.get(column), class_names), 12) for column in ("target", "prediction"))
+    return f"{shorten(identifier(sample.id), 24)}\nlabel {truth}, model {guess}\nnorm {number(row['grad_norm'])}"
+
+
+def _drawable(samples: pd.DataFrame, positive: list[str]) -> tuple[pd.DataFrame, str]:
+    """The rows that a log axis can show, and a sentence that counts the others."""
+    finite = samples[samples["status"] == "ok"]
+    drawn = finite[(finite[positive] > 0).all(axis=1)]
+    missing = [
+        f"{count:,} {what}"
+        for count, what in (
+            (len(samples) - len(finite), "with a loss or gradient that is not finite"),
+            (len(finite) - len(drawn), f"with a {' or '.join(_SHORT[column] for column in positive)} of exactly zero"),
+        )
+        if count
+    ]
+    return drawn, f"Not drawn: {' and '.join(missing)}." if missing else ""
+
+
+_SHORT = {"grad_norm": "norm", "loss": "loss"}
+
+
+def _mark_review(axes: Axes, norms: Array) -> None:
+    if not len(norms):
+        return
+    axes.axvline(norms.min(), color=REVIEW, linewidth=1, linestyle=(0, (4, 3)))
+    if len(norms) <= MAX_MARKS:
+        axes.plot(norms, np.full(len(norms), -0.02), "|", color=REVIEW, markersize=7, transform=axes.get_xaxis_transform(), clip_on=False)
+
+
+def _draw_points(axes: Axes, drawn: pd.DataFrame) -> str:
+    """Draw loss against norm, either group as points or, where it has too many, binned; returns what the caption must add."""
+    binned = []
+    for in_review, colour, words in ((False, REST, "other samples"), (True, REVIEW, "review list")):
+        rows = drawn[drawn["is_outlier_issue"] == in_review]
+        if len(rows) > MAX_POINTS:
+            _draw_density(axes, rows, within=drawn, colour=colour)
+            binned.append(words)
+        else:
+            wrong = _is_wrong(rows)
+            _scatter(axes, rows[~wrong], colour, "o", words)
+            _scatter(axes, rows[wrong], colour, "x", f"{words}, prediction differs from label")
+    return (
+        f"Blue: other samples; orange: review list. Binned, darker for more samples (log shade): {' and '.join(binned)}. " if binned else ""
+    )
+
+
+def _is_wrong(rows: pd.DataFrame) -> pd.Series[bool]:
+    if not has_classes(rows) or "prediction" not in rows:
+        return pd.Series(False, index=rows.index)
+    return (rows["target"] != rows["prediction"]).fillna(False).astype(bool)
+
+
+def _scatter(axes: Axes, rows: pd.DataFrame, colour: str, marker: str, words: str) -> None:
+    if len(rows):
+        axes.scatter(
+            rows["grad_norm"],
+            rows["loss"],
+            s=16,
+            color=colour,
+            marker=marker,
+            linewidths=1.1 if marker == "x" else 0,
+            alpha=0.7,
+            label=words,
+        )
+
+
+def _draw_density(axes: Axes, rows: pd.DataFrame, within: pd.DataFrame, colour: str) -> None:
+    low, high = within["loss"].min(), within["loss"].max()
+    across = log_bins(within["grad_norm"].to_numpy(float), 110)
+    up = log_bins(within["loss"].to_numpy(float), 70) if low > 0 else np.linspace(low, max(high, low + 1e-9), 71)
+    counts, _, _ = np.histogram2d(rows["grad_norm"], rows["loss"], bins=[across, up])
+    shades = LinearSegmentedColormap.from_list("shades", ["#e4e9ef", REST, DARK] if colour == REST else ["#f7dcc6", REVIEW, "#7a3403"])
+    axes.pcolormesh(across, up, np.where(counts > 0, counts, np.nan).T, cmap=shades, norm=LogNorm(vmin=1), rasterized=True)
+
+
+def _draw_spread(
+    axes: Axes,
+    low: pd.Series[float],
+    middle: pd.Series[float],
+    high: pd.Series[float],
+    box: tuple[pd.Series[float], pd.Series[float]],
+) -> None:
+    rows = np.arange(len(middle))
+    axes.hlines(rows, low, high, color=REST, linewidth=1.4, alpha=0.7)
+    axes.barh(rows, box[1] - box[0], left=box[0], height=0.5, color=REST, alpha=0.55)
+    axes.vlines(middle, rows - 0.32, rows + 0.32, color=DARK, linewidth=2)
+    axes.set_xscale("log")

@@ -1,0 +1,60 @@
+"""How values are written for people, on the terminal and in HTML alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Integral, Real
+from typing import Any
+
+MISSING = "–"
+LABEL_LIMIT = 40
+ID_LIMIT = 80
+
+
+def number(value: Any) -> str:
+    """Four significant digits: 0.01234, 12.34, 1.2e-07; a dash where there is none."""
+    if value is None or _is_missing(value):
+        return MISSING
+    return f"{value:.4g}"
+
+
+def count(n: int, noun: str = "sample") -> str:
+    """1 sample, 1,797 samples."""
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
+
+
+def percentile(value: float) -> str:
+    """Two digits, and four where two would call it 100 too early."""
+    return f"{value:.2f}" if value == 100 or value < 99.995 else f"{value:.4f}"
+
+
+def label(value: Any, class_names: Sequence[str] | None = None) -> str:
+    """A target or prediction: the class's name where there is one, else the value."""
+    if value is None or _is_missing(value):
+        return MISSING
+    if isinstance(value, Real) and not isinstance(value, bool) and float(value).is_integer():
+        index = int(float(value))
+        if class_names and 0 <= index < len(class_names):
+            return shorten(printable(class_names[index]), LABEL_LIMIT)
+        return str(index) if isinstance(value, Integral) else number(value)
+    return number(value) if isinstance(value, Real) and not isinstance(value, bool) else shorten(printable(str(value)), LABEL_LIMIT)
+
+
+def identifier(value: Any) -> str:
+    """A sample's id, on one line and of bounded length."""
+    return shorten(printable(str(value)), ID_LIMIT)
+
+
+def shorten(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def printable(text: str, keep: str = "") -> str:
+    """The text with control characters spelled out: text from a dataset may carry escape sequences for the terminal."""
+    return "".join(letter if letter.isprintable() or letter in keep else repr(letter)[1:-1] for letter in text)
+
+
+def _is_missing(value: Any) -> bool:
+    # pandas' NA is neither a float nor equal to itself.
+    return type(value).__name__ in ("NAType", "NaTType") or (isinstance(value, float) and math.isnan(value))

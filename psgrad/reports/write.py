@@ -1,0 +1,17 @@
+"""All files of a report, handed to whoever stores them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from psgrad.reports.html import render
+from psgrad.reports.plots import draw_plots
+from psgrad.results import AnalyzeResult
+
+
+def write_report(result: AnalyzeResult, write: Callable[[str, bytes], None]) -> None:
+    """Draw the plots and the page; `write(name, data)` is called for each of plots/<name>.png and report.html."""
+    plots = draw_plots(result)
+    for plot in plots:
+        write(f"plots/{plot.name}.png", plot.png())
+    write("report.html", render(result, plots).encode("utf-8", "replace"))
