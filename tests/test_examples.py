@@ -1,0 +1,71 @@
+"""The built-in examples: what is shipped fits together and is what the README says of it."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from sklearn.datasets import load_digits
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+
+
+def load_model(folder: Path) -> torch.nn.Module:
+    model: torch.nn.Module = runpy.run_path(str(folder / "model.py"))["build"]()
+    model.load_state_dict(load_file(folder / "model.safetensors"))
+    return model.eval()
+
+
+def passages(**arguments: int) -> Any:
+    return runpy.run_path(str(CONFIGS / "text" / "data.py"))["passages"](**arguments)
+
+
+def test_shipped_files_stay_under_a_megabyte() -> None:
+    shipped = [path for path in CONFIGS.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    assert sum(path.stat().st_size for path in shipped) < 1_000_000
+
+
+def test_the_digits_differ_from_the_original_in_the_flipped_labels_alone() -> None:
+    original = load_digits()
+    with np.load(CONFIGS / "digits" / "digits.npz") as data:
+        images, labels, ids = data["image"], data["label"], data["id"]
+    np.testing.assert_array_equal(images[:, 0], (original.images / 16).astype(np.float32))
+
+    flipped = json.loads((CONFIGS / "digits" / "flipped.json").read_text(encoding="utf-8"))
+    changed = np.flatnonzero(labels != original.target)
+    assert len(flipped) == round(0.03 * len(labels))
+    assert flipped == [{"id": ids[i], "true": original.target[i], "given": labels[i]} for i in changed]
+
+
+def test_the_digits_network_has_learnt_the_true_labels() -> None:
+    with np.load(CONFIGS / "digits" / "digits.npz") as data:
+        images = torch.from_numpy(data["image"])
+    predictions = load_model(CONFIGS / "digits")(images).argmax(1).numpy()
+    assert (predictions == load_digits().target).mean() > 0.98
+
+
+def test_passages_are_the_same_each_time_and_have_one_id_each() -> None:
+    first, second = passages(), passages()
+    assert len(first) == 512
+    assert len({first[index]["passage"] for index in range(512)}) == 512
+    torch.testing.assert_close(first[100]["bytes"], second[100]["bytes"])
+    torch.testing.assert_close(first[100]["bytes"][1:], first[100]["next_bytes"][:-1])
+
+
+def test_more_passages_than_there_are_is_refused() -> None:
+    with pytest.raises(ValueError, match="1000000 passages of 128 bytes were asked for"):
+        passages(count=1_000_000)
+
+
+def test_the_text_network_has_learnt_something() -> None:
+    data = passages()
+    items = [data[index] for index in range(0, 512, 16)]
+    logits = load_model(CONFIGS / "text")(torch.stack([item["bytes"] for item in items]))
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.stack([item["next_bytes"] for item in items]).flatten())
+    assert loss.item() < 2  # nats a byte; all bytes alike would be 5.5

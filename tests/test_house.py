@@ -1,0 +1,209 @@
+"""The house rules of ARCHITECTURE.md: what a module may import, what it may not mention, and the linters."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "psgrad"
+
+# From the top: a part may import the parts on lower floors, and none on its own.
+FLOORS = (
+    ("__init__", "__main__"),
+    ("cli",),
+    ("workflows",),
+    ("engine", "inputs", "reports", "storage"),
+    ("results",),
+    ("config",),
+    ("yaml12",),
+    ("errors",),
+)
+ENGINE_FLOORS = (("gradients",), ("transforms",))
+
+# Libraries that a part does without, even inside a function.
+FORBIDDEN_LIBRARIES = {
+    "cli": {"torch"},
+    "reports": {"torch"},
+    "storage": {"torch"},
+    "results": {"torch"},
+    "config": {"torch", "pandas"},
+    "errors": {"torch", "pandas", "numpy"},
+}
+# All that the engine may import where a module begins, so that it runs on a bare GPU machine.
+ENGINE_LIBRARIES = {"torch", "numpy", "opt_einsum", "psgrad"} | sys.stdlib_module_names
+
+# The one module that may use torch's own differentiation, to check ours; the one module that may import it.
+CHECKER = "psgrad.engine.verify"
+CHECKER_IS_FOR = {"psgrad.workflows"}
+RIVALS = ("torch.func", "torch.autograd", "torch._functorch", "torch._C._functorch", "functorch")
+
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): ast.parse(path.read_text(encoding="utf-8"))
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+
+
+def within(name: str, parent: str) -> bool:
+    """Whether a dotted name is `parent` or something inside it."""
+    return name == parent or name.startswith(parent + ".")
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """The dotted name of everything that is imported: `from a import b` gives `a.b`, which may be a module or not."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: relative imports hide the floor"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def part_of(name: str, parent: str) -> str | None:
+    """The first name below `parent` of a dotted name in it: `psgrad.cli.app` is part `cli` of `psgrad`."""
+    if not within(name, parent):
+        return None
+    below = name.removeprefix(parent).lstrip(".")
+    return below.split(".")[0] or "__init__"
+
+
+def floor_of(part: str, floors: tuple[tuple[str, ...], ...]) -> int | None:
+    return next((index for index, parts in enumerate(floors) if part in parts), None)
+
+
+def climbs(module: str, imported: str, parent: str, floors: tuple[tuple[str, ...], ...]) -> bool:
+    """Whether this import leads from one part of `parent` to another that is not below it."""
+    importer, target = part_of(module, parent), part_of(imported, parent)
+    if importer is None or target is None or importer == target:
+        return False
+    above, below = floor_of(importer, floors), floor_of(target, floors)
+    if below is None:
+        # What is on no floor stands on top, as psgrad's own names (its version) do, which anyone may read.
+        return above is not None and parent != "psgrad"
+    return above is not None and above >= below
+
+
+def dotted(node: ast.expr) -> str:
+    """`a.b.c` of such an expression, and the empty string of any other."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        inner = dotted(node.value)
+        return f"{inner}.{node.attr}" if inner else ""
+    return ""
+
+
+def rivals_in(tree: ast.AST) -> list[str]:
+    """What of torch's own differentiation the code uses; comments and strings are free to name it."""
+    found = [name for name in imports(tree) if any(within(name, rival) for rival in RIVALS)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and dotted(node) in RIVALS:
+            found.append(dotted(node))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "backward":
+            found.append(".backward(")
+    return found
+
+
+def test_every_part_has_a_floor() -> None:
+    parts = {part_of(module, "psgrad") for module in MODULES}
+    assert {part for part in parts if floor_of(str(part), FLOORS) is None} == set()
+
+
+def test_imports_go_downwards() -> None:
+    climbing = [
+        f"{module} imports {imported}"
+        for module, tree in MODULES.items()
+        for imported in imports(tree)
+        if climbs(module, imported, "psgrad", FLOORS) or climbs(module, imported, "psgrad.engine", ENGINE_FLOORS)
+    ]
+    assert climbing == []
+
+
+def test_each_part_does_without_the_libraries_that_are_not_for_it() -> None:
+    found = [
+        f"{module} imports {imported}"
+        for module, tree in MODULES.items()
+        for imported in imports(tree)
+        if imported.split(".")[0] in FORBIDDEN_LIBRARIES.get(str(part_of(module, "psgrad")), set())
+    ]
+    assert found == []
+
+
+def test_the_engine_needs_torch_alone() -> None:
+    found = [
+        f"{module} imports {imported}"
+        for module, tree in MODULES.items()
+        if within(module, "psgrad.engine")
+        for statement in tree.body
+        if isinstance(statement, ast.Import | ast.ImportFrom)
+        for imported in imports(statement)
+        if imported.split(".")[0] not in ENGINE_LIBRARIES
+    ]
+    assert found == []
+
+
+def test_only_the_checker_uses_torch_differentiation() -> None:
+    found = {module: rivals_in(tree) for module, tree in MODULES.items() if module != CHECKER and rivals_in(tree)}
+    assert found == {}
+
+
+def test_only_the_workflows_use_the_checker() -> None:
+    users = {module for module, tree in MODULES.items() if any(within(name, CHECKER) for name in imports(tree))}
+    assert users <= CHECKER_IS_FOR
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch.func",
+        "import torch.autograd as ag",
+        "from torch.func import vmap",
+        "from torch import func, nn",
+        "from torch._functorch.apis import vmap",
+        "import functorch",
+        "torch.autograd.grad(loss, parameters)",
+        "loss.backward()",
+        "f(x).sum().backward(retain_graph=True)",
+    ],
+)
+def test_a_planted_rival_is_found(code: str) -> None:
+    assert rivals_in(ast.parse(code))
+
+
+@pytest.mark.parametrize(
+    "code", ["'as torch.func does'", "# torch.autograd", "aten.convolution_backward(g, x)", "rule.backward", "torch.functional"]
+)
+def test_a_mention_is_no_rival(code: str) -> None:
+    assert not rivals_in(ast.parse(code))
+
+
+@pytest.mark.parametrize(
+    ("module", "imported", "wrong"),
+    [
+        ("psgrad.cli.app", "psgrad.workflows.analyze", False),
+        ("psgrad.workflows", "psgrad.engine.verify.self_check", False),
+        ("psgrad.storage", "psgrad.errors.OutputError", False),
+        ("psgrad.cli.app", "psgrad.__version__", False),
+        ("psgrad.engine.measures", "psgrad.engine.gradients.per_sample_gradients", False),
+        ("psgrad.engine.gradients.planner", "psgrad.engine.transforms.vmap", False),
+        ("psgrad.errors", "psgrad.config.Config", True),
+        ("psgrad.reports.html", "psgrad.storage.RunFolder", True),
+        ("psgrad.inputs.data", "psgrad.engine.objective", True),
+        ("psgrad.engine.verify", "psgrad.workflows", True),
+        ("psgrad.engine.transforms.vmap", "psgrad.engine.gradients.terms", True),
+        ("psgrad.engine.gradients.terms", "psgrad.engine.measures", True),
+    ],
+)
+def test_a_planted_import_is_judged(module: str, imported: str, wrong: bool) -> None:
+    assert (climbs(module, imported, "psgrad", FLOORS) or climbs(module, imported, "psgrad.engine", ENGINE_FLOORS)) == wrong
+
+
+@pytest.mark.parametrize("command", ["ruff check .", "ruff format --check .", "mypy"])
+def test_linters_are_content(command: str) -> None:
+    done = subprocess.run([sys.executable, "-m", *command.split()], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
