@@ -1,0 +1,117 @@
+"""Datasets in npz and safetensors: one array per column, its first axis the rows."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+
+from psgrad.config import DataConfig
+from psgrad.errors import ConfigError, DataError
+from psgrad.inputs.files import sha256_of
+from psgrad.inputs.samples import (
+    Array,
+    Block,
+    Samples,
+    input_names,
+    named_columns,
+    require_columns,
+    require_rows,
+    row_numbers,
+    to_tensor,
+    unique_ids,
+)
+
+
+class ArraySamples(Samples):
+    """Columns that can be sliced: arrays in memory, or slices of a file that are read when they are asked for."""
+
+    def __init__(self, columns: dict[str, Any], config: DataConfig, path: Path) -> None:
+        self._columns = columns
+        self._inputs = input_names(config)
+        self._target = config.target
+        shapes = {name: _shape(column) for name, column in columns.items()}
+        count = _common_length(shapes, path)
+        ids = row_numbers(count)
+        if config.id is not None:
+            values = columns[config.id][:]
+            if len(shapes[config.id]) != 1:
+                raise DataError(f"the ids {config.id!r} in {path} have the shape {list(shapes[config.id])}", expected="one per row")
+            ids = unique_ids(_decoded(np.asarray(values)), config.id)
+        scalar_targets = config.target is not None and len(shapes[config.target]) == 1
+        targets = to_tensor(columns[config.target][:], config.target).numpy() if config.target is not None and scalar_targets else None
+        super().__init__(ids, targets, sha256_of(path))
+        self.read(0, 1)  # so that a column of the wrong type is told now, and not in the middle of the run
+
+    def read(self, start: int, stop: int) -> Block:
+        inputs = tuple(to_tensor(self._columns[name][start:stop], name) for name in self._inputs)
+        return Block(inputs, None if self._target is None else to_tensor(self._columns[self._target][start:stop], self._target))
+
+
+def load_npz(path: Path, config: DataConfig) -> Samples:
+    """An npz file; the columns that are named are held in memory, nothing in them is ever unpickled."""
+    columns: dict[str, Any] = {}
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            if not isinstance(file, np.lib.npyio.NpzFile):
+                raise DataError(f"{path} holds a single array (.npy)", expected="an archive of named arrays, as numpy.savez writes it")
+            require_columns(named_columns(config), file.files, str(path))
+            for name in named_columns(config):
+                columns[name] = file[name]
+    except (DataError, ConfigError):
+        raise
+    except Exception as error:  # zipfile, zlib and numpy's header parser have a dozen errors for a damaged file
+        raise _unreadable_npz(path, error) from error
+    return ArraySamples(columns, config, path)
+
+
+def _unreadable_npz(path: Path, error: Exception) -> DataError:
+    if "allow_pickle" in str(error) and zipfile.is_zipfile(path):
+        return DataError(
+            f"{path} holds an array of Python objects, which is a pickle; it was not opened",
+            expected="arrays of numbers, or of fixed-width text for ids",
+            cause="rows of unequal length, or texts, put into one array",
+            next_step="pad the rows to one length before numpy.savez; save ids with numpy.array(ids, dtype=str)",
+        )
+    return DataError(f"{path} is damaged: {error}", expected="a whole npz archive", cause="an interrupted copy or download")
+
+
+def load_safetensors(path: Path, config: DataConfig) -> Samples:
+    """A safetensors file; its rows are read from the disk when they are asked for."""
+    try:
+        file: Any = safetensors.safe_open(path, framework="pt", device="cpu")
+        require_columns(named_columns(config), sorted(file.keys()), str(path))
+        columns = {name: file.get_slice(name) for name in named_columns(config)}
+        if config.id is not None:
+            columns[config.id] = file.get_tensor(config.id).numpy()
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise DataError(
+            f"{path} is damaged: {error}", expected="a whole safetensors file", cause="an interrupted copy or download"
+        ) from error
+    return ArraySamples(columns, config, path)
+
+
+def _shape(column: Any) -> tuple[int, ...]:
+    return tuple(column.shape if hasattr(column, "shape") else column.get_shape())
+
+
+def _common_length(shapes: dict[str, tuple[int, ...]], path: Path) -> int:
+    for name, shape in shapes.items():
+        if not shape:
+            raise DataError(f"{name!r} in {path} is a single number", expected="an array with one row per sample")
+    lengths = {name: shape[0] for name, shape in shapes.items()}
+    if len(set(lengths.values())) > 1:
+        listed = ", ".join(f"{name} has {length}" for name, length in lengths.items())
+        raise DataError(f"the columns of {path} have different numbers of rows: {listed}", expected="one row per sample in each")
+    count = next(iter(lengths.values()))
+    require_rows(count, str(path))
+    return count
+
+
+def _decoded(values: Array) -> Array:
+    return np.char.decode(values, "utf-8") if values.dtype.kind == "S" else values

@@ -1,0 +1,140 @@
+"""Datasets that a factory of the user's own returns."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from psgrad.config import DataConfig
+from psgrad.errors import ConfigError, DataError
+from psgrad.inputs.imports import call_factory, describe_failure
+from psgrad.inputs.samples import Array, Block, Samples, input_names, require_columns, require_rows, row_numbers, to_tensor, unique_ids
+
+
+def load_dataset(config: DataConfig, base: Path) -> Samples:
+    """The torch Dataset that the config's factory returns; the factory's file is relative to `base`."""
+    assert config.factory is not None  # the config has a path or a factory
+    dataset = call_factory(config.factory, base, config.kwargs, raises=DataError)
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise DataError(
+            f"the factory {config.factory} returned a {type(dataset).__name__}",
+            expected="a map-style torch Dataset, with a length and items by number",
+        )
+    return DatasetSamples(dataset, config)
+
+
+class DatasetSamples(Samples):
+    """Items of a Dataset, each a tuple (input, ..., target) or a dict of columns, read one by one and stacked."""
+
+    def __init__(self, dataset: Any, config: DataConfig) -> None:
+        self._dataset = dataset
+        self._config = config
+        self._source = f"the dataset of {config.factory}"
+        count = self._length()
+        require_rows(count, self._source)
+        self._shapes = _shapes(*self._tensors(0))
+        ids = row_numbers(count) if config.id is None else unique_ids([self._id(row, config.id) for row in range(count)], config.id)
+        super().__init__(ids, None, self._digest(count))
+
+    def read(self, start: int, stop: int) -> Block:
+        rows = [self._like_the_first(row) for row in range(start, stop)]
+        inputs = tuple(torch.stack(values) for values in zip(*(inputs for inputs, _ in rows), strict=True))
+        targets = [target for _, target in rows if target is not None]
+        return Block(inputs, torch.stack(targets) if targets else None)
+
+    def _length(self) -> int:
+        try:
+            return len(self._dataset)
+        except Exception as error:
+            raise DataError(f"the length of {self._source} raised {describe_failure(error)}") from error
+
+    def _item(self, row: int) -> Any:
+        try:
+            return self._dataset[row]
+        except Exception as error:
+            raise DataError(f"row {row} of {self._source} raised {describe_failure(error)}") from error
+
+    def _like_the_first(self, row: int) -> tuple[list[Tensor], Tensor | None]:
+        inputs, target = self._tensors(row)
+        shapes = _shapes(inputs, target)
+        if shapes != self._shapes:
+            raise DataError(
+                f"row {row} of {self._source} has the shapes {shapes}, row 0 {self._shapes}",
+                expected="one shape in all rows",
+                next_step="pad or cut the items to one length in the dataset",
+            )
+        return inputs, target
+
+    def _tensors(self, row: int) -> tuple[list[Tensor], Tensor | None]:
+        """The inputs of one item, and its target where it has one."""
+        item = self._item(row)
+        inputs, target = self._named(item) if isinstance(item, Mapping) else self._by_position(item)
+        tensors = [to_tensor(_as_array(value, name, row), name) for name, value in inputs.items()]
+        name = self._config.target or "target"
+        return tensors, None if target is None else to_tensor(_as_array(target, name, row), name)
+
+    def _named(self, item: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+        names = input_names(self._config)
+        if not names:
+            raise ConfigError(
+                f"the items of {self._source} are dicts, and data.inputs does not say which columns the model reads",
+                expected=f"one or more of {', '.join(map(str, item))}",
+            )
+        target = self._config.target
+        require_columns([*names, *([] if target is None else [target])], [str(name) for name in item], self._source)
+        return {name: item[name] for name in names}, None if target is None else item[target]
+
+    def _by_position(self, item: Any) -> tuple[dict[str, Any], Any]:
+        given = [name for name in ("inputs", "target", "id") if getattr(self._config, name) is not None]
+        if given:
+            raise ConfigError(
+                f"the items of {self._source} are of type {type(item).__name__} and have no names for data.{given[0]} to select",
+                next_step=f"leave out {', '.join(given)} (the last of several values is the target), or return dicts",
+            )
+        values = list(item) if isinstance(item, tuple | list) else [item]
+        target = values.pop() if len(values) > 1 else None
+        return {f"input {position}": value for position, value in enumerate(values)}, target
+
+    def _id(self, row: int, column: str) -> Any:
+        item = self._item(row)
+        if not isinstance(item, Mapping):
+            self._by_position(item)
+        require_columns([column], [str(name) for name in item], self._source)
+        value = item[column]
+        return value.item() if isinstance(value, Tensor | np.generic) and value.ndim == 0 else value
+
+    def _digest(self, count: int) -> str:
+        """Of what is cheap to look at: what was called, the length, the first and the last item."""
+        digest = hashlib.sha256(json.dumps([self._config.factory, self._config.kwargs, count], sort_keys=True, default=str).encode())
+        for row in (0, count - 1):
+            inputs, target = self._tensors(row)
+            for tensor in (*inputs, *(() if target is None else (target,))):
+                digest.update(tensor.numpy().tobytes())
+        return digest.hexdigest()
+
+
+def _shapes(inputs: list[Tensor], target: Tensor | None) -> list[list[int]]:
+    return [list(tensor.shape) for tensor in (*inputs, *(() if target is None else (target,)))]
+
+
+def _as_array(value: Any, name: str, row: int) -> Array | Tensor:
+    if isinstance(value, Tensor | np.ndarray):
+        return value
+    if isinstance(value, bool | int | float | np.generic | list):
+        try:
+            return np.asarray(value)
+        except ValueError as error:  # a list of lists of unequal length
+            raise DataError(f"{name!r} in row {row} is ragged", expected="lists of one length") from error
+    raise DataError(
+        f"{name!r} in row {row} is of type {type(value).__name__}",
+        expected="a tensor, a numpy array, a number or a list of numbers",
+        next_step="convert it in the dataset, for example a picture with numpy.asarray",
+    )

@@ -1,0 +1,307 @@
+"""Datasets in csv and parquet: columns of numbers or of lists of numbers, larger than memory if need be."""
+
+from __future__ import annotations
+
+import csv
+import tempfile
+from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+import pyarrow.parquet as pq
+
+from psgrad.config import DataConfig
+from psgrad.errors import DataError
+from psgrad.inputs.files import sha256_of
+from psgrad.inputs.samples import (
+    Array,
+    Block,
+    Samples,
+    input_names,
+    named_columns,
+    not_numbers,
+    require_columns,
+    require_rows,
+    row_numbers,
+    to_tensor,
+    unique_ids,
+)
+
+_CSV_BLOCK_BYTES = 8 << 20
+
+
+class Rows(Protocol):
+    """The named columns of a table on the disk."""
+
+    schema: pa.Schema
+    count: int
+
+    def read(self, start: int, stop: int) -> pa.Table:
+        """The rows start, ..., stop - 1."""
+
+    def column(self, name: str) -> pa.ChunkedArray:
+        """A whole column."""
+
+
+class TableSamples(Samples):
+    """Rows of a table as tensors. A list of scalar columns is one feature vector; any other column is a tensor of its own."""
+
+    def __init__(self, rows: Rows, config: DataConfig, path: Path) -> None:
+        require_rows(rows.count, str(path))
+        self._rows = rows
+        self._inputs = input_names(config)
+        self._target = config.target
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        kinds = {name: rows.schema.field(name).type for name in named_columns(config)}
+        for name in (*self._inputs, *([config.target] if config.target is not None else ())):
+            _require_numbers(name, kinds[name])
+        self._one_vector = isinstance(config.inputs, list) and not any(_is_list(kinds[name]) for name in self._inputs)
+        ids = row_numbers(rows.count) if config.id is None else unique_ids(_plain(rows.column(config.id)).to_pandas(), config.id)
+        targets = None
+        if config.target is not None and not _is_list(kinds[config.target]):
+            targets = to_tensor(_numbers(rows.column(config.target), config.target, 0), config.target).numpy()
+        super().__init__(ids, targets, sha256_of(path))
+        self.read(0, 1)  # the first row's shapes are what every other row must have
+
+    def read(self, start: int, stop: int) -> Block:
+        table = self._rows.read(start, stop)
+        arrays = [self._array(table, name, start) for name in self._inputs]
+        if self._one_vector:
+            inputs = [to_tensor(np.stack(arrays, axis=1), ", ".join(self._inputs))]
+        else:
+            inputs = [to_tensor(array, name) for name, array in zip(self._inputs, arrays, strict=True)]
+        return Block(tuple(inputs), None if self._target is None else to_tensor(self._array(table, self._target, start), self._target))
+
+    def _array(self, table: pa.Table, name: str, start: int) -> Array:
+        array = _numbers(table.column(name), name, start)
+        shape = self._shapes.setdefault(name, array.shape[1:])
+        if array.shape[1:] != shape:
+            raise _ragged(name, start, list(array.shape[1:]), list(shape))
+        return array
+
+
+# Arrow to numpy -------------------------------------------------------------------------------------------------------------------
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
+def _require_numbers(name: str, kind: pa.DataType) -> None:
+    value = kind
+    while _is_list(value):
+        value = value.value_type
+    if pa.types.is_dictionary(value):
+        value = value.value_type
+    if not (pa.types.is_integer(value) or pa.types.is_floating(value) or pa.types.is_boolean(value)):
+        raise not_numbers(name, kind)
+
+
+def _plain(column: pa.ChunkedArray | pa.Array) -> pa.Array:
+    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
+
+
+def _numbers(column: pa.ChunkedArray | pa.Array, name: str, first_row: int, values_per_row: int = 1) -> Array:
+    """[n, ...] of a column of numbers or of (lists of) lists of them; its first value belongs to `first_row`.
+
+    An empty cell is NaN among fractions, so that its row is reported as nonfinite, and an error among whole numbers and lists,
+    which have no NaN. `values_per_row` is more than one inside a list.
+    """
+    array = _plain(column)
+    if array.null_count and not pa.types.is_floating(array.type):
+        row = first_row + _first(array.is_null()) // values_per_row
+        raise DataError(f"row {row} of the column {name!r} is empty", expected=f"a value of type {array.type}")
+    if not _is_list(array.type):
+        return np.asarray(array.to_numpy(zero_copy_only=False))
+    lengths = pc.list_value_length(array).to_numpy(zero_copy_only=False)
+    width = int(lengths[0])
+    if (lengths != width).any():
+        index = int(np.argmax(lengths != width))
+        raise _ragged(name, first_row + index // values_per_row, [int(lengths[index])], [width])
+    values = _numbers(array.flatten(), name, first_row, values_per_row * max(width, 1)) if width else np.empty(0, dtype=np.float32)
+    return values.reshape(len(array), width, *values.shape[1:])
+
+
+def _ragged(name: str, row: int, got: list[int], expected: list[int]) -> DataError:
+    return DataError(
+        f"row {row} of the column {name!r} has the shape {got}, the rows before it {expected}",
+        expected="one shape in all rows",
+        next_step="pad or cut the rows to one length before they are saved",
+    )
+
+
+def _first(mask: pa.BooleanArray) -> int:
+    return int(np.argmax(mask.to_numpy(zero_copy_only=False)))
+
+
+# Parquet --------------------------------------------------------------------------------------------------------------------------
+
+
+def load_parquet(path: Path, config: DataConfig) -> Samples:
+    """A parquet file, read by row groups, of which one at a time is in memory."""
+    with _damage_told(path, "parquet"):
+        file = pq.ParquetFile(path)
+        require_columns(named_columns(config), file.schema_arrow.names, str(path))
+        _require_single_names(file.schema_arrow.names, named_columns(config), path)
+    return TableSamples(_ParquetRows(file, named_columns(config), path), config, path)
+
+
+class _ParquetRows:
+    def __init__(self, file: pq.ParquetFile, columns: list[str], path: Path) -> None:
+        self.schema = file.schema_arrow
+        self.count = file.metadata.num_rows
+        self._file = file
+        self._columns = columns
+        self._path = path
+        sizes = (file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))
+        self._starts = [0, *accumulate(sizes)]
+        self._held: tuple[int, pa.Table] | None = None
+
+    def read(self, start: int, stop: int) -> pa.Table:
+        first, last = bisect_right(self._starts, start) - 1, bisect_right(self._starts, stop - 1) - 1
+        parts = []
+        for group in range(first, last + 1):
+            begin, end = max(start, self._starts[group]), min(stop, self._starts[group + 1])
+            parts.append(self._group(group).slice(begin - self._starts[group], end - begin))
+        return pa.concat_tables(parts)
+
+    def column(self, name: str) -> pa.ChunkedArray:
+        with _damage_told(self._path, "parquet"):
+            return self._file.read(columns=[name]).column(name)
+
+    def _group(self, group: int) -> pa.Table:
+        if self._held is None or self._held[0] != group:
+            self._held = None  # before the next one is read: one group in memory, not two
+            with _damage_told(self._path, "parquet"):
+                self._held = group, self._file.read_row_group(group, columns=self._columns)
+        return self._held[1]
+
+
+@contextmanager
+def _damage_told(path: Path, kind: str) -> Iterator[None]:
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        reason = next(iter(str(error).splitlines()), "")
+        raise DataError(f"{path} can't be read as {kind}: {reason}", cause="an interrupted copy or download, or another format") from error
+
+
+def _require_single_names(names: list[str], wanted: list[str], path: Path) -> None:
+    for name in wanted:
+        if names.count(name) > 1:
+            raise DataError(f"{path} has {names.count(name)} columns named {name!r}", expected="a name of its own for every column")
+
+
+# CSV ------------------------------------------------------------------------------------------------------------------------------
+
+
+def load_csv(path: Path, config: DataConfig) -> Samples:
+    """A csv file with a header, comma-separated, in UTF-8.
+
+    It is read twice, block by block: to find the type of every column, then to convert it into a memory-mapped table in the
+    temporary folder, which the system pages in and out.
+    """
+    with _damage_told(path, "csv"):
+        header = _header(path)
+        columns = named_columns(config)
+        require_columns(columns, header, str(path))
+        _require_single_names(header, columns, path)
+        kinds = _column_types(path, header, columns, config.id)
+        return TableSamples(_CsvRows(path, header, kinds), config, path)
+
+
+class _CsvRows:
+    def __init__(self, path: Path, header: list[str], kinds: dict[str, pa.DataType]) -> None:
+        self.schema = pa.schema(list(kinds.items()))
+        self._folder = tempfile.TemporaryDirectory(prefix="psgrad-")  # removed with this object
+        converted = Path(self._folder.name) / "table.arrow"
+        with pa.ipc.new_file(str(converted), self.schema) as writer:
+            for block in _text_blocks(path, header, list(kinds)):
+                arrays = [_trimmed(block.column(name)).cast(kind) for name, kind in kinds.items()]
+                writer.write_batch(pa.record_batch(arrays, schema=self.schema))
+        self._table = pa.ipc.open_file(pa.memory_map(str(converted))).read_all()
+        self.count = self._table.num_rows
+
+    def read(self, start: int, stop: int) -> pa.Table:
+        return self._table.slice(start, stop - start)
+
+    def column(self, name: str) -> pa.ChunkedArray:
+        return self._table.column(name)
+
+
+def _header(path: Path) -> list[str]:
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            return next(csv.reader(file), [])
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"the header of {path} can't be read: {error}", expected="comma-separated names in UTF-8") from error
+
+
+def _text_blocks(path: Path, header: list[str], columns: list[str]) -> Iterator[pa.RecordBatch]:
+    """The named columns as text; a row with too few or too many cells is an error that names it."""
+    ragged: list[Any] = []
+
+    def remember(row: Any) -> str:
+        ragged.append(row)
+        return "error"
+
+    try:
+        yield from pyarrow.csv.open_csv(
+            path,
+            # One thread, as only then Arrow knows the number of a row.
+            read_options=pyarrow.csv.ReadOptions(use_threads=False, block_size=_CSV_BLOCK_BYTES),
+            parse_options=pyarrow.csv.ParseOptions(invalid_row_handler=remember, newlines_in_values=True),
+            convert_options=pyarrow.csv.ConvertOptions(include_columns=columns, column_types=dict.fromkeys(header, pa.string())),
+        )
+    except pa.ArrowInvalid as error:
+        if not ragged:
+            raise
+        row = ragged[0]  # Arrow counts the header too, and from 1
+        raise DataError(
+            f"row {row.number - 2} of {path} has {row.actual_columns} cells, the header {row.expected_columns}",
+            cause="a comma inside a text that is not quoted, or a line that was cut",
+        ) from error
+
+
+def _column_types(path: Path, header: list[str], columns: list[str], id_column: str | None) -> dict[str, pa.DataType]:
+    """int64 or float64 for numbers, text for the id where its numbers would not keep their spelling (007)."""
+    kinds = dict.fromkeys(columns, pa.int64())
+    first_row = 0
+    for block in _text_blocks(path, header, columns):
+        for name in columns:
+            cells = _trimmed(block.column(name))
+            if name == id_column:
+                kinds[name] = kinds[name] if kinds[name] == pa.string() or _keeps_spelling(cells) else pa.string()
+            elif kinds[name] == pa.int64() and not _casts(cells, pa.int64()):
+                kinds[name] = pa.float64()
+            if kinds[name] == pa.float64() and not _casts(cells, pa.float64()):
+                row = next(row for row in range(len(cells)) if not _casts(cells.slice(row, 1), pa.float64()))
+                raise not_numbers(name, "text", f"row {first_row + row} holds {cells[row].as_py()!r}")
+        first_row += block.num_rows
+    return kinds
+
+
+def _trimmed(cells: pa.Array) -> pa.Array:
+    """Cells without the blanks around them; nothing but blanks is null."""
+    trimmed = pc.utf8_trim_whitespace(cells)
+    return pc.if_else(pc.equal(trimmed, ""), pa.scalar(None, pa.string()), trimmed)
+
+
+def _casts(cells: pa.Array, kind: pa.DataType) -> bool:
+    try:
+        cells.cast(kind)
+    except pa.ArrowInvalid:
+        return False
+    return True
+
+
+def _keeps_spelling(cells: pa.Array) -> bool:
+    return _casts(cells, pa.int64()) and bool(cells.cast(pa.int64()).cast(pa.string()).equals(cells))
