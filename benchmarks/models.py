@@ -92,8 +92,8 @@ class Block(nn.Module):
 
     def attend(self, x: Tensor) -> Tensor:
         n, t, width = x.shape
-        heads = [part.view(n, t, self.heads, -1).transpose(1, 2) for part in self.query_key_value(x).split(width, dim=2)]
-        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        query, key, value = (part.view(n, t, self.heads, -1).transpose(1, 2) for part in self.query_key_value(x).split(width, dim=2))
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.attention_out(mixed.transpose(1, 2).reshape(n, t, width))
 
 

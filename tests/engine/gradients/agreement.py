@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
@@ -22,28 +24,40 @@ def deferred_gradients(model: nn.Module, loss: Loss, inputs: tuple[Tensor, ...],
     return per_sample_gradients(objective.loss, objective.params, inputs, target, has_aux=True)
 
 
-def answers(grads: PerSampleGradients, weights: Tensor, vector: Gradients) -> dict[str, Tensor | Gradients]:
-    """Every query, by its name; norms are square roots, in the order of the samples."""
-    return {
-        "norms": grads.square_norms().sqrt(),
-        "norms of parameters": {name: square.sqrt() for name, square in grads.square_norms(per="parameter").items()},
-        "weighted sum": grads.weighted_sum(weights),
-        "dot": grads.dot(vector),
-        "materialised": grads.materialise(),
-    }
+@dataclass(frozen=True)
+class Answers:
+    """What the engine says to every query; norms are square roots, in the order of the samples."""
+
+    norms: Tensor
+    parameter_norms: Gradients
+    dot: Tensor
+    weighted_sum: Gradients
+    materialised: Gradients
 
 
-def joined(chunks: list[dict[str, Tensor | Gradients]]) -> dict[str, Tensor | Gradients]:
+def answers(grads: PerSampleGradients, weights: Tensor, vector: Gradients) -> Answers:
+    return Answers(
+        norms=grads.square_norms().sqrt(),
+        parameter_norms={name: square.sqrt() for name, square in grads.square_norms(per="parameter").items()},
+        dot=grads.dot(vector),
+        weighted_sum=grads.weighted_sum(weights),
+        materialised=grads.materialise(),
+    )
+
+
+def joined(chunks: list[Answers]) -> Answers:
     """The answers for all samples from those for consecutive chunks: sums add up, everything else is strung together."""
 
-    def join(query: str, parts: list[Tensor]) -> Tensor:
-        return torch.stack(parts).sum(0) if query == "weighted sum" else torch.cat(parts)
+    def strung(parts: list[Gradients]) -> Gradients:
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
-    whole: dict[str, Tensor | Gradients] = {}
-    for query, first in chunks[0].items():
-        parts = [chunk[query] for chunk in chunks]
-        whole[query] = join(query, parts) if isinstance(first, Tensor) else {name: join(query, [p[name] for p in parts]) for name in first}
-    return whole
+    return Answers(
+        norms=torch.cat([chunk.norms for chunk in chunks]),
+        parameter_norms=strung([chunk.parameter_norms for chunk in chunks]),
+        dot=torch.cat([chunk.dot for chunk in chunks]),
+        weighted_sum={name: torch.stack([chunk.weighted_sum[name] for chunk in chunks]).sum(0) for name in chunks[0].weighted_sum},
+        materialised=strung([chunk.materialised for chunk in chunks]),
+    )
 
 
 def rows(gradient: Tensor) -> Tensor:
@@ -74,28 +88,26 @@ def assert_vectors_close(query: str, actual: Gradients, expected: Gradients, who
         assert_close(f"{query} of {name}", error, torch.zeros_like(error), scale, tolerance)
 
 
-def assert_answers_agree(
-    actual: dict[str, Tensor | Gradients], expected: Gradients, weights: Tensor, vector: Gradients, tolerance: float
-) -> None:
+def assert_answers_agree(actual: Answers, expected: Gradients, weights: Tensor, vector: Gradients, tolerance: float) -> None:
     """Hold every answer against the materialised float64 gradients `expected`, name -> [n, *shape].
 
     An error is relative to the quantity itself; for a dot product to the sum of the absolute products, as its terms cancel.
     """
     every, direction = flat(expected), flat({name: value.double()[None] for name, value in vector.items()})[0]
     whole = every.norm(dim=1)
-    assert_close("norms", actual["norms"], whole, whole, tolerance)
+    assert_close("norms", actual.norms, whole, whole, tolerance)
 
     norms = {name: rows(gradient).norm(dim=1) for name, gradient in expected.items()}
-    assert actual["norms of parameters"].keys() == norms.keys()
+    assert actual.parameter_norms.keys() == norms.keys()
     for name, norm in norms.items():
         scale = torch.maximum(norm, SMALLEST_SHARE * whole)
-        assert_close(f"norm of {name}", actual["norms of parameters"][name], norm, scale, tolerance)
+        assert_close(f"norm of {name}", actual.parameter_norms[name], norm, scale, tolerance)
 
-    assert_close("dot", actual["dot"], every @ direction, every.abs() @ direction.abs(), tolerance)
-    assert_vectors_close("materialised", actual["materialised"], expected, whole, tolerance)
+    assert_close("dot", actual.dot, every @ direction, every.abs() @ direction.abs(), tolerance)
+    assert_vectors_close("materialised", actual.materialised, expected, whole, tolerance)
 
     sums = {name: torch.einsum("n,n...->...", weights.double(), gradient)[None] for name, gradient in expected.items()}
-    summed = {name: value[None] for name, value in actual["weighted sum"].items()}
+    summed = {name: value[None] for name, value in actual.weighted_sum.items()}
     assert_vectors_close("weighted sum", summed, sums, flat(sums).norm(dim=1), tolerance)
 
 
