@@ -50,15 +50,15 @@ class RunFolder:
             if path.is_dir():
                 run._take_over(overwrite)
             elif path.exists() or path.is_symlink():
-                raise OutputExistsError(f"The output {path} exists, and is not a folder.", next_step="Choose another --output.")
+                raise OutputExistsError(f"the output {path} exists and is not a folder", next_step="choose another --output")
             else:
                 # Norms and losses tell about single training examples: a new folder is for its owner's eyes.
                 path.mkdir(parents=True, mode=0o700)
         except OSError as error:
             raise OutputError(
-                f"The output folder {path} can't be made: {error.strerror or error}.",
+                f"the output folder {path} can't be made: {error.strerror or error}",
                 expected="a place where folders and files can be written",
-                next_step="Choose another --output.",
+                next_step="choose another --output",
             ) from error
         run.write_manifest({"state": "running"})
         return run
@@ -68,15 +68,15 @@ class RunFolder:
             return
         if not _is_run(self.path):
             raise OutputExistsError(
-                f"The output folder {self.path} is not empty, and does not hold a psgrad run.",
+                f"the output folder {self.path} is not empty and does not hold a psgrad run",
                 expected="a new or empty folder, or the folder of an earlier run",
-                next_step="Choose another --output; --overwrite replaces earlier runs only.",
+                next_step="choose another --output; --overwrite replaces earlier runs only",
             )
         if not overwrite:
             raise OutputExistsError(
-                f"The output folder {self.path} holds an earlier run.",
+                f"the output folder {self.path} holds an earlier run",
                 expected="a new or empty folder",
-                next_step="Choose another --output, or replace the earlier run with --overwrite.",
+                next_step="choose another --output, or replace the earlier run with --overwrite",
             )
         # The manifest stays until create() replaces it: a crash half-way leaves a folder that can be recognised and overwritten.
         for name in OWN_ENTRIES:
@@ -125,13 +125,13 @@ class RunFolder:
 
     def _explain(self, error: OSError, target: Path, wanted: int) -> OutputError:
         if error.errno not in _NO_SPACE:
-            return OutputError(f"{target} can't be written: {error.strerror or error}.", next_step="Check the folder's permissions.")
+            return OutputError(f"{target} can't be written: {error.strerror or error}", next_step="check the folder and its permissions")
         kept = f"{self.rows:,} finished samples stay in {self.path / SHARDS}" if self._shards else "no samples were finished yet"
         return OutputError(
-            f"The disk is full or over quota: {target} can't be written ({error.strerror}).",
+            f"the disk is full or over quota: {target} can't be written ({error.strerror})",
             expected=f"{wanted:,} free bytes for this file",
-            cause=f"what was written before is whole: {kept}",
-            next_step="Free some space, or choose an --output on another disk, and run again.",
+            cause=f"no space; what was written before is whole: {kept}",
+            next_step="free some space, or choose an --output on another disk, and run again",
         )
 
 

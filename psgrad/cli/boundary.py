@@ -15,6 +15,7 @@ import typer
 
 from psgrad import __version__
 from psgrad.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUNTIME, EXIT_TERMINATED, PsgradError
+from psgrad.reports.words import printable
 
 
 class Terminated(KeyboardInterrupt):
@@ -54,7 +55,7 @@ def _terminate(signum: int, frame: FrameType | None) -> None:
 def _leave(message: str, exit_code: int, debug: bool) -> None:
     if debug:
         traceback.print_exc(file=sys.stderr)
-    typer.echo(_printable(message), err=True)
+    typer.echo(printable(message, keep="\n\t"), err=True)
     raise typer.Exit(exit_code) from None
 
 
@@ -69,8 +70,3 @@ def _internal_error(error: Exception) -> str:
         "  likely cause: a mistake in psgrad, not in your config\n"
         "  next step: run the same command with --debug, and report what it prints with the config to psgrad's issue tracker"
     )
-
-
-def _printable(message: str) -> str:
-    """The message without control characters: names from files may carry escape sequences for the terminal."""
-    return "".join(letter if letter.isprintable() or letter in "\n\t" else repr(letter)[1:-1] for letter in message)

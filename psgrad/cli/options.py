@@ -11,7 +11,9 @@ import typer
 if TYPE_CHECKING:
     from psgrad.config import Config
 
-ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file that names the model, the loss and the data.", show_default=False)]
+ConfigPath = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="YAML file that names the model, the loss and the data.", show_default=False)
+]
 Output = Annotated[Path | None, typer.Option("--output", metavar="DIR", help="Run folder, instead of the config's `output`.")]
 Settings = Annotated[
     list[str] | None,

@@ -46,7 +46,7 @@ class PlainDisplay:
         self._phase: str | None = None
         self._phase_began = 0.0
         self._last_line = 0.0
-        self._unsaid: Progress | None = None
+        self._unsaid: str | None = None
 
     def __call__(self, progress: Progress) -> None:
         now = self._clock()
@@ -55,7 +55,10 @@ class PlainDisplay:
             self._phase, self._phase_began, self._last_line = progress.phase, now, now
         if progress.message:
             self._write(progress.message)
-        self._unsaid = progress
+        if progress.total:
+            elapsed = now - self._phase_began
+            rate = progress.done / elapsed if elapsed > 0 else 0.0
+            self._unsaid = f"{progress.phase}: {progress_words(progress.done, progress.total, rate)}"
         if now - self._last_line >= PLAIN_INTERVAL_S:
             self._say_progress()
             self._last_line = now
@@ -67,10 +70,8 @@ class PlainDisplay:
         self._say_progress()
 
     def _say_progress(self) -> None:
-        if self._unsaid is not None and self._unsaid.total:
-            elapsed = self._clock() - self._phase_began
-            rate = self._unsaid.done / elapsed if elapsed > 0 else 0.0
-            self._write(f"{self._unsaid.phase}: {progress_words(self._unsaid.done, self._unsaid.total, rate)}")
+        if self._unsaid is not None:
+            self._write(self._unsaid)
         self._unsaid = None
 
     def _write(self, line: str) -> None:

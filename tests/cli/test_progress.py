@@ -1,0 +1,81 @@
+"""Progress in a log file and on a terminal."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from psgrad.cli.progress import BarDisplay, PlainDisplay, duration, progress_display
+from psgrad.results import Progress
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_plain_lines_come_every_five_seconds_and_at_the_end() -> None:
+    stream, clock = io.StringIO(), Clock()
+    with PlainDisplay(stream, clock) as display:
+        for second in range(13):
+            clock.now = float(second)
+            display(Progress(100 * second, 1200, "gradients"))
+    assert stream.getvalue().splitlines() == [
+        "gradients: 500/1,200 samples, 100 samples/s, 7 s left",
+        "gradients: 1,000/1,200 samples, 100 samples/s, 2 s left",
+        "gradients: 1,200/1,200 samples, 100 samples/s",
+    ]
+
+
+def test_each_phase_has_a_last_line_and_messages_come_at_once() -> None:
+    stream, clock = io.StringIO(), Clock()
+    with PlainDisplay(stream, clock) as display:
+        display(Progress(0, 0, "load", "imports: digits"))
+        display(Progress(3, 3, "self-check"))
+        clock.now = 2.0
+        display(Progress(5, 10, "gradients"))
+    assert stream.getvalue().splitlines() == ["imports: digits", "self-check: 3/3 samples", "gradients: 5/10 samples"]
+
+
+def test_a_run_that_fails_still_says_how_far_it_came() -> None:
+    stream, clock = io.StringIO(), Clock()
+    with pytest.raises(ValueError, match="no"), PlainDisplay(stream, clock) as display:
+        display(Progress(5, 10, "gradients"))
+        raise ValueError("no")
+    assert stream.getvalue() == "gradients: 5/10 samples\n"
+
+
+def test_a_terminal_gets_a_bar_and_its_messages_are_no_markup() -> None:
+    stream = Terminal()
+    with BarDisplay(stream) as display:
+        display(Progress(0, 0, "load", "imports: [red]digits"))
+        display(Progress(10, 20, "gradients"))
+        display(Progress(20, 20, "gradients"))
+    assert "imports: [red]digits" in stream.getvalue()
+    assert "20/20 samples" in stream.getvalue()
+
+
+def test_the_display_fits_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert isinstance(progress_display(Terminal()), BarDisplay)
+    assert isinstance(progress_display(io.StringIO()), PlainDisplay)
+    monkeypatch.setenv("TERM", "dumb")
+    assert isinstance(progress_display(Terminal()), PlainDisplay)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("CI", "true")
+    assert isinstance(progress_display(Terminal()), PlainDisplay)
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(0.4, "0 s"), (59.4, "59 s"), (200, "3 min 20 s"), (7500, "2 h 5 min")])
+def test_durations(seconds: float, words: str) -> None:
+    assert duration(seconds) == words

@@ -1,0 +1,189 @@
+"""Run folders: nothing half-written, nothing of a stranger's removed, finished work stays when the disk is full."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from psgrad.errors import OutputError, OutputExistsError
+from psgrad.storage import RunFolder
+
+ROWS = pd.DataFrame({"id": ["a", "b"], "loss": [0.5, np.nan], "rank": pd.array([1, None], dtype="Int64")})
+
+
+def _names(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_run_from_the_first_shard_to_the_finished_tables(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "deep" / "run")
+    run.append_rows(ROWS)
+    run.append_rows(ROWS)
+    assert _names(run.path) == {"manifest.json", "parts/samples-00000.parquet", "parts/samples-00001.parquet"}
+    run.finish_samples(pd.concat([ROWS, ROWS]))
+    run.write_table("parameters.parquet", ROWS)
+    run.write_bytes("plots/norms.png", b"png")
+    run.write_manifest({"state": "complete"})
+    assert _names(run.path) == {"manifest.json", "samples.parquet", "samples.csv", "parameters.parquet", "plots/norms.png"}
+    pd.testing.assert_frame_equal(pd.read_parquet(run.path / "parameters.parquet"), ROWS)
+    assert len(pd.read_csv(run.path / "samples.csv")) == 4
+    assert json.loads((run.path / "manifest.json").read_text()) == {"tool": "psgrad", "state": "complete"}
+
+
+def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
+    assert RunFolder.create(tmp_path).path == tmp_path
+
+
+def test_an_earlier_run_is_refused_and_replaced_only_on_demand(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "run")
+    run.append_rows(ROWS)
+    with pytest.raises(OutputExistsError, match="holds an earlier run") as refusal:
+        RunFolder.create(run.path)
+    assert refusal.value.exit_code == 2
+    assert "--overwrite" in str(refusal.value)
+    assert "parts/samples-00000.parquet" in _names(run.path)
+    RunFolder.create(run.path, overwrite=True)
+    assert _names(run.path) == {"manifest.json"}
+
+
+@pytest.mark.parametrize("manifest", [None, "{}", '{"name": "an app"}', "[1]", "not JSON"])
+def test_a_folder_that_is_no_run_is_never_replaced(tmp_path: Path, manifest: str | None) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    if manifest is not None:
+        (tmp_path / "manifest.json").write_text(manifest)
+    before = _names(tmp_path)
+    with pytest.raises(OutputExistsError, match="does not hold a psgrad run"):
+        RunFolder.create(tmp_path, overwrite=True)
+    assert _names(tmp_path) == before
+
+
+def test_overwriting_leaves_strangers_files_and_what_links_point_to(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "run")
+    treasure = tmp_path / "treasure"
+    treasure.mkdir()
+    (treasure / "gold").write_text("gold")
+    (run.path / "parts").symlink_to(treasure)
+    (run.path / "notes.txt").write_text("mine")
+    (run.path / ".samples.csv.123.tmp").write_text("left by a crash")
+    RunFolder.create(run.path, overwrite=True)
+    assert _names(run.path) == {"manifest.json", "notes.txt"}
+    assert (treasure / "gold").exists()
+
+
+def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(OutputExistsError, match="not a folder"):
+        RunFolder.create(tmp_path / "run", overwrite=True)
+    with pytest.raises(OutputError, match="can.t be made"):
+        RunFolder.create(tmp_path / "run" / "below")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_full_disk_keeps_finished_shards_and_leaves_no_debris(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    run = RunFolder.create(tmp_path / "run")
+    run.append_rows(ROWS)
+    before = _names(run.path)
+
+    def full(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OutputError) as failure:
+        run.write_bytes("samples.csv", b"x" * 12_345)
+    monkeypatch.undo()
+    assert "12,345 free bytes" in str(failure.value)
+    assert "2 finished samples stay" in str(failure.value)
+    assert failure.value.exit_code == 3
+    assert _names(run.path) == before
+    assert len(pd.read_parquet(run.path / "parts" / "samples-00000.parquet")) == 2
+
+
+def test_a_failed_write_leaves_the_earlier_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunFolder.create(tmp_path / "run")
+    run.write_bytes("report.html", b"old")
+
+    def broken(self: Path, target: Path) -> Any:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Path, "replace", broken)
+    with pytest.raises(OutputError, match="Input/output error"):
+        run.write_bytes("report.html", b"new")
+    assert (run.path / "report.html").read_bytes() == b"old"
+    assert _names(run.path) == {"manifest.json", "report.html"}
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGXFSZ"), reason="needs RLIMIT_FSIZE")
+def test_a_real_limit_on_file_size_is_a_full_disk(tmp_path: Path) -> None:
+    script = f"""
+        import resource, signal
+        from pathlib import Path
+        import pandas as pd
+        from psgrad.errors import OutputError
+        from psgrad.storage import RunFolder
+
+        run = RunFolder.create(Path({str(tmp_path / "run")!r}))
+        run.append_rows(pd.DataFrame({{"id": range(10)}}))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        try:
+            run.finish_samples(pd.DataFrame({{"id": [f"{{i * 7919:x}}" for i in range(100_000)]}}))
+        except OutputError as error:
+            print(error)
+    """
+    output = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True).stdout
+    assert "disk is full or over quota" in output
+    assert "10 finished samples stay" in output
+    assert _names(tmp_path / "run") == {"manifest.json", "parts/samples-00000.parquet"}
+
+
+def test_an_interrupt_in_the_middle_of_a_write_leaves_no_debris(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunFolder.create(tmp_path / "run")
+
+    def interrupted(descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run.append_rows(ROWS)
+    assert _names(run.path) == {"manifest.json"}
+
+
+def test_json_is_plain_whatever_goes_in(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "run")
+    content = {"a": np.float32(0.5), "b": np.arange(2), "c": math.nan, "d": np.inf, "e": Path("x/y"), 3: (1, "ü"), "f": np.bool_(True)}
+    run.write_json("facts.json", content)
+    assert json.loads((run.path / "facts.json").read_text("utf-8")) == {
+        "a": 0.5,
+        "b": [0, 1],
+        "c": None,
+        "d": None,
+        "e": "x/y",
+        "3": [1, "ü"],
+        "f": True,
+    }
+
+
+def test_csv_cells_never_start_a_formula_and_numbers_stay_numbers(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "run")
+    ids = ["=1+1", "+1", "-1", "@x", "\tx", "a=b", ""]
+    run.finish_samples(pd.DataFrame({"id": ids, "log_norm": [-1.5] * 7}))
+    table = pd.read_csv(run.path / "samples.csv", keep_default_na=False)
+    assert table["id"].tolist() == ["'=1+1", "'+1", "'-1", "'@x", "'\tx", "a=b", ""]
+    assert table["log_norm"].tolist() == [-1.5] * 7
+    assert pd.read_parquet(run.path / "samples.parquet")["id"].tolist() == ids
+
+
+def test_a_new_folder_is_private(tmp_path: Path) -> None:
+    assert RunFolder.create(tmp_path / "run").path.stat().st_mode & 0o077 == 0
