@@ -16,6 +16,7 @@ from psgrad.engine.transforms.levels import (
     Op,
     Tracer,
     facts,
+    is_random,
     map_tracers,
     refuse_mutation,
     state,
@@ -98,7 +99,7 @@ class BatchLevel(Level):
             if result is not NotImplemented:
                 return result
         operator = facts(op)
-        if operator.is_random:
+        if operator.is_random and is_random(op, args, kwargs):
             return self._draw(op, args, kwargs)
         if operator.mutated or operator.mutated_kwargs:
             return self._in_place(op, args, kwargs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
@@ -40,28 +40,44 @@ def grad_and_value(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool
 
     def gradient_and_value(*args: Any, **kwargs: Any) -> Any:
         positions = _positions(argnums, len(args))
-        level = GradLevel()
-        with level.body(grad_mode=True):
-            traced, leaves, specs = _trace_arguments(level, args, positions)
-            out = func(*traced, **tree_map(lambda x: _constant(level, x), kwargs))
-            out, aux = _split_aux(out, has_aux)
-            _check_value(out)
-            seeds = [(out, torch.ones((), dtype=out.dtype, device=out.device))] if level.owns(out) else []
-            level.refresh(out) if level.owns(out) else None
-            nodes = [leaf.node for leaf in leaves]
-            value = _lower(level, out)
-            aux = tree_map(lambda x: _lower(level, x), aux)
-        starting = [leaf.value for leaf in leaves]
-        cotangents = pull_back(_snapshot(seeds), [n for n in nodes if n is not None], keep=False)
-        gradients = [_zeros_like(x) if g is None else g for g, x in zip(cotangents, starting, strict=True)]
-        trees, used = [], 0
-        for spec in specs:
-            trees.append(tree_unflatten(gradients[used : used + spec.num_leaves], spec))
-            used += spec.num_leaves
+        record = cotangents_and_value(func, positions, args, kwargs, has_aux)
+        gradients = [_zeros_like(x) if g is None else g for g, x in zip(record.cotangents, record.primals, strict=True)]
+        trees = _unflatten(gradients, record.specs)
         result = trees[0] if isinstance(argnums, int) else tuple(trees)
-        return (result, (value, aux)) if has_aux else (result, value)
+        return (result, (record.value, record.aux)) if has_aux else (result, record.value)
 
     return gradient_and_value
+
+
+class Gradients(NamedTuple):
+    """What one pass forward and back over a function gives."""
+
+    cotangents: list[torch.Tensor | None]  # one a leaf of the differentiated arguments; None is zero
+    primals: list[torch.Tensor]
+    specs: list[Any]  # one a differentiated argument
+    value: Any
+    aux: Any
+
+
+def cotangents_and_value(
+    func: Callable[..., Any], positions: tuple[int, ...], args: tuple[Any, ...], kwargs: dict[str, Any], has_aux: bool
+) -> Gradients:
+    """The gradient of `func` in the arguments at `positions`, before zeros are filled in."""
+    level = GradLevel()
+    with level.body(grad_mode=True):
+        traced, leaves, specs = _trace_arguments(level, args, positions)
+        starts = [_Place.of(leaf) for leaf in leaves]
+        primals = [leaf.value for leaf in leaves]
+        out, aux = _split_aux(func(*traced, **tree_map(lambda x: _constant(level, x), kwargs)), has_aux)
+        _check_value(out)
+        value = _lower(level, out)
+        end = _Place.of(out) if level.owns(out) else None
+        aux = tree_map(lambda x: _lower(level, x), aux)
+        # what only the function's last lines needed must not live on through the pass back
+        del traced, leaves, out
+    seeds = [(end, torch.ones((), dtype=value.dtype, device=value.device))] if end is not None else []
+    cotangents = pull_back(seeds, [start.node for start in starts], keep=False)
+    return Gradients(cotangents, primals, specs, value, aux)
 
 
 def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
@@ -73,8 +89,8 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     level = GradLevel()
     with level.body(grad_mode=True):
         traced, leaves, specs = _trace_arguments(level, primals, tuple(range(len(primals))))
-        nodes = [leaf.node for leaf in leaves]
-        starting = [leaf.value for leaf in leaves]
+        starts = [_Place.of(leaf) for leaf in leaves]
+        primals_flat = [leaf.value for leaf in leaves]
         out, aux = _split_aux(func(*traced), has_aux)
         flat, out_spec = tree_flatten(out)
         for item in flat:
@@ -82,12 +98,8 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
                 raise TransformError(
                     f"vjp(f, *primals): f returned a {type(item).__name__}", expected="tensors, in any pytree", next_step="return tensors only"
                 )
-        seeds = []
-        for item in flat:
-            if level.owns(item):
-                level.refresh(item)
-            seeds.append((item.node, item.output) if level.owns(item) else (None, 0))
         values = [_lower(level, item) for item in flat]
+        ends = [_Place.of(item) if level.owns(item) else _Place(None, 0) for item in flat]
         aux = tree_map(lambda x: _lower(level, x), aux)
 
     def vjp_fn(cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None) -> Any:
@@ -100,28 +112,32 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
                     f"a cotangent of shape {tuple(cotangent.shape)} for an output of shape {tuple(value.shape)}",
                     expected="cotangents shaped like the outputs",
                 )
-        stand_ins = [_Seed(node, output) for node, output in seeds]
-        found = pull_back(list(zip(stand_ins, given, strict=True)), [n for n in nodes if n is not None], keep=True)  # type: ignore[arg-type]
-        gradients = [_zeros_like(x) if g is None else g for g, x in zip(found, starting, strict=True)]
-        trees, used = [], 0
-        for spec_ in specs:
-            trees.append(tree_unflatten(gradients[used : used + spec_.num_leaves], spec_))
-            used += spec_.num_leaves
-        return tuple(trees)
+        found = pull_back(list(zip(ends, given, strict=True)), [start.node for start in starts], keep=True)
+        gradients = [_zeros_like(x) if g is None else g for g, x in zip(found, primals_flat, strict=True)]
+        return tuple(_unflatten(gradients, specs))
 
     value = tree_unflatten(values, out_spec)
     return (value, vjp_fn, aux) if has_aux else (value, vjp_fn)
 
 
-class _Seed:
-    """Where a cotangent enters the record: a node and the number of its result."""
+class _Place(NamedTuple):
+    """Where a value stands in the record: the node that made it and the number of the result."""
 
-    def __init__(self, node: Node | None, output: int) -> None:
-        self.node, self.output = node, output
+    node: Node | None
+    output: int
+
+    @classmethod
+    def of(cls, tracer: GradTracer) -> _Place:
+        return cls(tracer.node, tracer.output)
 
 
-def _snapshot(seeds: list[Any]) -> list[Any]:
-    return [(_Seed(tracer.node, tracer.output), cotangent) for tracer, cotangent in seeds]
+def _unflatten(leaves: list[Any], specs: list[Any]) -> list[Any]:
+    """Leaves, in order, as one pytree a spec."""
+    trees, used = [], 0
+    for spec in specs:
+        trees.append(tree_unflatten(leaves[used : used + spec.num_leaves], spec))
+        used += spec.num_leaves
+    return trees
 
 
 def _positions(argnums: Argnums, count: int) -> tuple[int, ...]:
@@ -159,13 +175,9 @@ def _trace_arguments(level: GradLevel, args: tuple[Any, ...], positions: tuple[i
                     f"argument {position} holds a tensor of dtype {item.dtype}: only Tensors of floating point dtype can require gradients",
                     next_step="leave integer arguments out of argnums",
                 )
-        leaves[position] = [level.leaf(_detached(item)) for item in flat]
+        leaves[position] = [level.leaf(item) for item in flat]
         traced.append(tree_unflatten(leaves[position], specs[position]))
     return traced, [leaf for position in positions for leaf in leaves[position]], [specs[position] for position in positions]
-
-
-def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _constant(level: GradLevel, value: Any) -> Any:

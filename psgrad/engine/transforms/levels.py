@@ -147,7 +147,7 @@ class _Interpreter(TorchDispatchMode):
         if op in RANDOM_COMPOSITES:
             with self:
                 return op.decompose(*args, **kwargs)
-        if is_random(op):
+        if is_random(op, args, kwargs):
             return interpret(op, args, kwargs)
         return state.stack[-1].process_untraced(op, args, kwargs)
 
@@ -161,7 +161,7 @@ def interpret(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], below: Leve
     if level is _DEAD:
         args, kwargs = map_tracers(_resurrect, args), map_tracers(_resurrect, kwargs)
         return interpret(op, args, kwargs, below) if _top_level(args, kwargs) is not None else op(*args, **kwargs)
-    if is_random(op):
+    if is_random(op, args, kwargs):
         for candidate in reversed(state.stack):
             if level is not None and candidate.index <= level.index:
                 break
@@ -228,6 +228,7 @@ class OpFacts(NamedTuple):
     mutated_kwargs: tuple[str, ...]  # the same for `out=`-like arguments
     is_view: bool
     is_random: bool
+    dropout_position: int | None  # of the argument that says whether an operator with dropout draws
 
 
 @functools.cache
@@ -241,11 +242,17 @@ def facts(op: Op) -> OpFacts:
             else:
                 mutated.append(position)
     is_view = not mutated and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-    return OpFacts(tuple(mutated), tuple(mutated_kwargs), is_view, torch.Tag.nondeterministic_seeded in op.tags)
+    dropout = next((i for i, argument in enumerate(schema.arguments) if argument.name == "dropout_p"), None)
+    return OpFacts(tuple(mutated), tuple(mutated_kwargs), is_view, torch.Tag.nondeterministic_seeded in op.tags, dropout)
 
 
-def is_random(op: Op) -> bool:
-    return facts(op).is_random
+def is_random(op: Op, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether this call draws. Attention kernels can, and do so only with dropout."""
+    operator = facts(op)
+    if not operator.is_random or operator.dropout_position is None:
+        return operator.is_random
+    position = operator.dropout_position
+    return bool(args[position] if position < len(args) else kwargs.get("dropout_p", 0.0))
 
 
 aten = torch.ops.aten
@@ -281,6 +288,13 @@ def functional_variant(op: Op) -> Op | None:
         return special[key]
     packet = getattr(aten, name.rstrip("_"), None)
     return getattr(packet, op._overloadname, None) if packet is not None else None
+
+
+def operator_defaults(op: Op, given: int, kwargs: dict[str, Any]) -> list[Any]:
+    """Values for arguments that `op` demands and its in-place namesake leaves out (the 0.5 of `bernoulli_()`)."""
+    if op is aten.bernoulli.p and given < 2 and "p" not in kwargs:
+        return [0.5]
+    return []
 
 
 def refuse_mutation(op: Op, what: str, cause: str) -> Any:

@@ -30,10 +30,11 @@ from psgrad.engine.transforms.levels import (
     interpret,
     is_random,
     map_tracers,
+    operator_defaults,
     refuse_mutation,
     state,
 )
-from psgrad.engine.transforms.rules.registry import JointVJP, decompose, decomposition_of, derivative_rule, is_constant
+from psgrad.engine.transforms.rules.registry import JointVJP, decompose, derivative_rule, is_composite, is_constant
 from psgrad.engine.transforms.rules.views import write_through
 from psgrad.errors import TransformError
 
@@ -143,7 +144,7 @@ class GradLevel(Level):
             recording = False
         if not recording:
             # Composite operators may return views or write in place: taken apart, their pieces are handled one by one.
-            if op._can_decompose() and not is_constant(op):
+            if is_composite(op) and derivative_rule(op) is None and not is_constant(op):
                 return decompose(op, args, kwargs)
             result = self._lower(op, self._unwrap(args), self._unwrap(kwargs))
             return self._wrap_constant(op, args, kwargs, result)
@@ -159,7 +160,7 @@ class GradLevel(Level):
         return self._wrap_recorded(op, args, kwargs, result, node)
 
     def _lower(self, op: Op, values: Any, kwargs: Any) -> Any:
-        if is_random(op):
+        if is_random(op, values, kwargs):
             return interpret(op, values, kwargs, below=self)
         if torch.is_grad_enabled() == self.callers_grad_mode:
             return op(*values, **kwargs)
@@ -283,15 +284,17 @@ class GradLevel(Level):
         if functional is None:
             refuse_mutation(op, "a traced tensor", f"{op} has no counterpart that returns a new tensor")
             raise AssertionError
-        new = functional(*args, **kwargs)
+        new = functional(*args, *operator_defaults(functional, len(args), kwargs), **kwargs)
         if new.dtype != target.dtype:
             new = new.to(target.dtype)
         if new.shape != target.shape:
-            if new.dim() > target.dim() or torch.broadcast_shapes(new.shape, target.shape) != target.shape:
-                raise TransformError(
-                    f"{op} can't write a result of shape {tuple(new.shape)} into a tensor of shape {tuple(target.shape)}{diagnostics.where()}"
-                )
-            new = new.expand(target.shape)
+            raise TransformError(
+                f"{op} can't turn a tensor of shape {tuple(target.shape)} into one of shape {tuple(new.shape)} in place{diagnostics.where()}",
+                next_step="use the operator without the underscore, which returns a new tensor",
+            )
+        if not torch.is_grad_enabled() and target.node is not None:
+            # As in PyTorch: a write under no_grad changes the value, and the derivative goes by as if it had not.
+            new = GradTracer(self._unwrap(new), self, target.node, target.output)
         self._write(target, new)
         return target
 
@@ -319,10 +322,10 @@ def _tensors(args: Any, kwargs: Any) -> Any:
 # -- the pass back ----------------------------------------------------------------------------------------------------------
 
 
-def pull_back(
-    seeds: Sequence[tuple[GradTracer, torch.Tensor | None]], leaves: Sequence[GradTracer | Node], *, keep: bool
-) -> list[torch.Tensor | None]:
+def pull_back(seeds: Sequence[tuple[Any, torch.Tensor | None]], leaves: Sequence[Node | None], *, keep: bool) -> list[torch.Tensor | None]:
     """Cotangents of `leaves`, given those of some results. None stands for zero.
+
+    seeds: places in the record (anything with `node` and `output`), each with its cotangent.
 
     keep: whether the record is needed again; otherwise its closures are dropped as the pass goes, and memory with them.
     """
@@ -339,17 +342,16 @@ def pull_back(
         known = slots[output]
         slots[output] = cotangent if known is None else aten.add.Tensor(known, cotangent)
 
-    wanted = [leaf.node if isinstance(leaf, GradTracer) else leaf for leaf in leaves]
     finished: dict[Node, torch.Tensor | None] = {}
-    wanted_nodes = {node for node in wanted if node is not None}
+    wanted = {node for node in leaves if node is not None}
     with below_autograd(), _cotangents_of_shared_values() as shared:
-        for tracer, cotangent in seeds:
-            if tracer.node is not None:
-                add(tracer.node, tracer.output, cotangent)
+        for place, cotangent in seeds:
+            if place.node is not None:
+                add(place.node, place.output, cotangent)
         while heap:
             node = heapq.heappop(heap)
             slots = pending.pop(node)
-            if node in wanted_nodes:
+            if node in wanted:
                 finished[node] = slots[0]
             if not node.edges:
                 continue
@@ -367,7 +369,7 @@ def pull_back(
                     add(edge.source, edge.output, edge.closure(cotangent))
             if not keep:
                 node.edges, node.joint = [], None
-    return [finished.get(node) if node is not None else None for node in wanted]
+    return [finished.get(node) if node is not None else None for node in leaves]
 
 
 @contextmanager

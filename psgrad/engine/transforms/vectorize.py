@@ -41,8 +41,8 @@ def vmap(
 
     def mapped(*args: Any, **kwargs: Any) -> Any:
         flat, spec = tree_flatten(args)
-        dims = _flat_in_dims(in_dims, args, flat, spec, name)
-        size = _size(flat, dims, name)
+        dims = flat_in_dims(in_dims, args, flat, spec, name)
+        size = mapped_size(flat, dims, name)
         if chunk_size is None or size <= chunk_size:
             return _run(func, flat, spec, dims, size, out_dims, randomness, kwargs, name)
         parts = []
@@ -94,7 +94,7 @@ def _join(parts: list[Any], out_dims: Any, name: str) -> Any:
     return tree_unflatten(joined, spec)
 
 
-def _flat_in_dims(in_dims: Any, args: tuple[Any, ...], flat: list[Any], spec: Any, name: str) -> list[int | None]:
+def flat_in_dims(in_dims: Any, args: tuple[Any, ...], flat: list[Any], spec: Any, name: str) -> list[int | None]:
     if not isinstance(in_dims, (int, tuple)) or isinstance(in_dims, bool):
         raise TransformError(
             f"vmap({name}, in_dims={in_dims}, ...)(<inputs>): expected `in_dims` to be int or a (potentially nested) tuple "
@@ -134,7 +134,7 @@ def _flat_in_dims(in_dims: Any, args: tuple[Any, ...], flat: list[Any], spec: An
     return wrapped
 
 
-def _size(flat: list[Any], dims: list[int | None], name: str) -> int:
+def mapped_size(flat: list[Any], dims: list[int | None], name: str) -> int:
     sizes = [x.shape[d] for x, d in zip(flat, dims, strict=True) if d is not None]
     if not sizes:
         raise TransformError(f"vmap({name}, ...): Expected at least one Tensor to vmap over.")

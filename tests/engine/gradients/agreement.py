@@ -20,7 +20,7 @@ SMALLEST_SHARE = 0.01
 
 def deferred_gradients(model: nn.Module, loss: Loss, inputs: tuple[Tensor, ...], target: Tensor) -> PerSampleGradients:
     """The engine's gradients of all the samples in one call."""
-    objective = Objective(model, loss, lambda output: {})
+    objective = Objective(model, loss)
     return per_sample_gradients(objective.loss, objective.params, inputs, target, has_aux=True)
 
 

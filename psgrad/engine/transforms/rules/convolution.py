@@ -21,6 +21,11 @@ class Geometry(NamedTuple):
     output_padding: Sequence[int]
     groups: int
 
+    @classmethod
+    def of(cls, args: Sequence[Any], axes: int) -> Geometry:
+        """PyTorch lets one number stand for all spatial axes."""
+        return cls(*[list(a) * axes if isinstance(a, (list, tuple)) and len(a) == 1 else a for a in args])
+
 
 def _input_back(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Any, *geometry: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda g: aten.convolution_backward.default(g, x, weight, [0], *geometry, [True, False, False])[0]
@@ -35,7 +40,7 @@ def _bias_back(out: torch.Tensor, *args: Any) -> Callable[[torch.Tensor], torch.
 
 
 def _batch(batch: Any, op: Op, x: torch.Tensor, weight: torch.Tensor, bias: Any, *args: Any) -> torch.Tensor:
-    geometry = Geometry(*args)
+    geometry = Geometry.of(args, weight.dim() - 2)
     if batch.is_mapped(weight):
         out = _own_weights(batch, op, x, weight, geometry)
     elif batch.is_mapped(bias):
@@ -66,7 +71,7 @@ define(aten.convolution.default, vjp={0: _input_back, 1: _weight_back, 2: _bias_
 def _backward_batch(
     batch: Any, op: Op, g: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias_sizes: Any, *args: Any
 ) -> tuple[torch.Tensor | None, ...]:
-    geometry, mask = Geometry(*args[:-1]), args[-1]
+    geometry, mask = Geometry.of(args[:-1], weight.dim() - 2), args[-1]
     grad_x = grad_weight = grad_bias = None
     if mask[0]:
         grad_x = _input_gradient(batch, op, g, x, weight, geometry)

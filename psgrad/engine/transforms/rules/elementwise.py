@@ -262,7 +262,6 @@ constant(
     aten.trunc.default,
     aten.floor_divide.default,
     aten.heaviside.default,
-    aten.nextafter.default,
     batch=elementwise_batch,
 )
 
@@ -292,24 +291,18 @@ define(aten.copy.default, vjp={1: _written}, batch=_overwrite_batch)
 define(aten.fill.Tensor, vjp={1: _written}, batch=_overwrite_batch)
 constant(aten.fill.Scalar, batch=_overwrite_batch)
 
-define(
-    aten._to_copy.default,
-    vjp={0: lambda out, x, **kwargs: _cast_back(x.dtype, x.device)},
-    batch=lambda batch, op, x, **kwargs: op(batch.physical(x), **kwargs),
-)
-define(
-    aten.clone.default,
-    vjp={0: lambda out, x, **kwargs: lambda g: g},
-    batch=lambda batch, op, x, memory_format=None: op(batch.physical(x), memory_format=memory_format if _fits(batch, x, memory_format) else None),
-)
+def _copied(batch: Any, op: Any, x: torch.Tensor, *, memory_format: Any = None, **kwargs: Any) -> torch.Tensor:
+    """A memory format with channels last speaks of a sample's axes: the values are the same without it."""
+    keep = memory_format in (None, torch.contiguous_format, torch.preserve_format)
+    return op(batch.physical(x), memory_format=memory_format if keep else None, **kwargs)
+
+
+define(aten._to_copy.default, vjp={0: lambda out, x, **kwargs: _cast_back(x.dtype, x.device)}, batch=_copied)
+define(aten.clone.default, vjp={0: lambda out, x, **kwargs: lambda g: g}, batch=_copied)
 
 
 def _cast_back(dtype: torch.dtype, device: torch.device) -> Any:
     return lambda g: aten._to_copy.default(g, dtype=dtype, device=device) if (g.dtype, g.device) != (dtype, device) else g
-
-
-def _fits(batch: Any, x: torch.Tensor, memory_format: torch.memory_format | None) -> bool:
-    return memory_format in (None, torch.contiguous_format, torch.preserve_format)
 
 
 # -- in place, on batched values ------------------------------------------------------------------------------------------------------

@@ -13,8 +13,10 @@ from psgrad.engine.transforms.rules.registry import Maker, Op, define
 aten = torch.ops.aten
 
 
-def sum_to(g: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """The transpose of broadcasting and of type promotion: `g` summed to `shape`, in `dtype`."""
+def sum_to(g: Any, shape: torch.Size, dtype: torch.dtype) -> Any:
+    """The transpose of broadcasting and of type promotion: `g` summed to `shape`, in `dtype`. None, a zero, stays one."""
+    if g is None:
+        return None
     if g.shape != shape:
         extra = g.dim() - len(shape)
         axes = list(range(extra)) + [i + extra for i, size in enumerate(shape) if size == 1 and g.shape[i + extra] != 1]
@@ -119,9 +121,17 @@ def shifted(*positions: int, defaults: Mapping[int, Any] | None = None) -> Calla
                 full[position - 1] = wrap_dim(value, rank) + 1
             elif isinstance(value, (list, tuple)):
                 full[position - 1] = [wrap_dim(d, rank) + 1 for d in value]
+        if rank == 0:  # an axis of a scalar: taken as a vector of one
+            return _without_unit_axis(op(batch.physical(x).unsqueeze(1), *full, **kwargs))
         return op(batch.physical(x), *full, **kwargs)
 
     return rule
+
+
+def _without_unit_axis(result: Any) -> Any:
+    if isinstance(result, (tuple, list)):
+        return tuple(_without_unit_axis(item) for item in result)
+    return result.squeeze(1) if result.dim() == 2 else result
 
 
 def folded(*positions: int) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from psgrad.engine.transforms.rules.registry import Op, define, replace
 
 def rows(x: torch.Tensor) -> torch.Tensor:
     """[positions, features]: all leading axes as one."""
-    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def h(x: torch.Tensor) -> torch.Tensor:

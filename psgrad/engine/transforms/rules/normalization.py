@@ -54,10 +54,12 @@ define(
 def _layer_norm_backward_batch(
     batch: Any, op: Op, g: torch.Tensor, x: torch.Tensor, shape: Sequence[int], mean: Any, rstd: Any, weight: Any, bias: Any, mask: Sequence[bool]
 ) -> Any:
-    if mask[1] or mask[2] or batch.is_mapped(weight):
-        raise TransformError("native_layer_norm_backward with per-sample weights")
+    assert not (mask[1] or mask[2]), "the rules above ask for the input's cotangent alone"
+    cotangent = batch.physical(g)
+    if batch.is_mapped(weight):
+        cotangent, weight = cotangent * batch.aligned(weight, g.dim()), None
     physical = [batch.physical(t) for t in (mean, rstd)]
-    return op(batch.physical(g), batch.physical(x), shape, *physical, weight, bias, mask)
+    return op(cotangent, batch.physical(x), shape, *physical, weight, None if batch.is_mapped(bias) else bias, mask)
 
 
 define(aten.native_layer_norm_backward.default, batch=_layer_norm_backward_batch)
@@ -96,7 +98,7 @@ def _group_norm_bias(out: Any, x: torch.Tensor, weight: Any, bias: torch.Tensor,
 
 def _group_norm_batch(batch: Any, op: Op, x: torch.Tensor, weight: Any, bias: Any, b: int, *sizes: Any) -> Any:
     mapped = batch.is_mapped(weight) or batch.is_mapped(bias)
-    folded = batch.fold(x.contiguous())
+    folded = batch.fold(x).contiguous()
     out, mean, rstd = batch.unfold(op(folded, None if mapped else weight, None if mapped else bias, b * batch.size, *sizes))
     if mapped:
         spatial = (1,) * (x.dim() - 2)
@@ -116,9 +118,11 @@ define(
 def _group_norm_backward_batch(
     batch: Any, op: Op, g: torch.Tensor, x: torch.Tensor, mean: Any, rstd: Any, weight: Any, b: int, c: int, hw: int, groups: int, mask: Any
 ) -> Any:
-    if mask[1] or mask[2] or batch.is_mapped(weight):
-        raise TransformError("native_group_norm_backward with per-sample weights")
-    folded = [batch.fold(t.contiguous()) for t in (g, x, mean, rstd)]
+    assert not (mask[1] or mask[2]), "the rules above ask for the input's cotangent alone"
+    folded = [batch.fold(t).contiguous() for t in (g, x, mean, rstd)]
+    if batch.is_mapped(weight):
+        each = batch.raw(weight).repeat_interleave(b, 0)  # [n * b, c]
+        folded[0], weight = folded[0] * each.reshape(*each.shape, *(1,) * (folded[0].dim() - 2)), None
     return batch.unfold(op(*folded, weight, b * batch.size, c, hw, groups, mask)[0]), None, None
 
 

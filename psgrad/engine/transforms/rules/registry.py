@@ -11,6 +11,7 @@ and gives their physical values, sample axis in front; the rule returns physical
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -93,12 +94,14 @@ def decomposition_of(op: Op) -> Callable[..., Any] | None:
     """How `op` is written with other operators: ours, else PyTorch's composite definition, else PyTorch's tables."""
     if (ours := _decompositions.get(op)) is not None:
         return ours
-    if _is_composite(op):
+    if is_composite(op):
         return op.decompose
     return decomposition_table.get(op)
 
 
-def _is_composite(op: Op) -> bool:
+@functools.cache
+def is_composite(op: Op) -> bool:
+    """Whether PyTorch itself defines `op` as a program of other operators, for autograd too."""
     try:
         return op._can_decompose()
     except RuntimeError:  # some legacy overloads can't even be asked

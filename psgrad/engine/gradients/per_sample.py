@@ -1,0 +1,260 @@
+"""per_sample_gradients: the gradient of each sample's loss, as factors, and the queries that contract them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from psgrad.engine.gradients.deferral import DeferredGradient, Placed, WeightDeferral, oriented
+from psgrad.engine.gradients.layout import Layout
+from psgrad.engine.gradients.terms import Convolution, Dense, Product, Rows, Term, accumulating, blocks, sum_of_products
+from psgrad.engine.transforms.batching import BatchLevel
+from psgrad.engine.transforms.differentiate import cotangents_and_value
+from psgrad.engine.transforms.vectorize import flat_in_dims, mapped_size
+from psgrad.errors import TransformError
+
+Per = Literal["total", "parameter", "module"]
+
+
+def per_sample_gradients(
+    loss: Callable[..., Any],
+    params: Mapping[str, torch.Tensor],
+    *batch: Any,
+    in_dims: Any = 0,
+    has_aux: bool = False,
+    randomness: str = "error",
+) -> PerSampleGradients:
+    """The gradients of `loss(params, *sample)` for each sample of a batch, in one pass forward and one back.
+
+    Args:
+        loss: the loss of one sample, without a batch axis: a real tensor of shape (); with `has_aux` a pair of it and a pytree
+            of tensors.
+        params: name -> parameter, shared by all samples.
+        batch: pytrees of tensors with a sample axis, n long.
+        in_dims: where that axis is, as for `vmap`; None for an argument that all samples share.
+        randomness: as for `vmap`.
+
+    Nothing of the size n x parameters is made here, nor by a query that does not ask for it.
+    """
+    level, record = _differentiate(loss, params, batch, in_dims, has_aux, randomness)
+    gradients: dict[str, DeferredGradient] = {}
+    for (name, parameter), cotangent in zip(params.items(), record.cotangents, strict=True):
+        gradients[name] = _collected(level, parameter, cotangent)
+    losses = level.batch.physical(record.value)
+    aux = tree_map(lambda x: level.batch.physical(x) if isinstance(x, torch.Tensor) else x, record.aux)
+    return PerSampleGradients(gradients, losses, aux)
+
+
+def _differentiate(loss: Any, params: Any, batch: tuple[Any, ...], in_dims: Any, has_aux: bool, randomness: str) -> Any:
+    name = getattr(loss, "__name__", repr(loss))
+    flat, spec = tree_flatten(batch)
+    dims = flat_in_dims(in_dims, batch, flat, spec, name)
+    level = BatchLevel(mapped_size(flat, dims, name), randomness, WeightDeferral())
+    with level.body():
+        traced = [x if d is None else level.lift(x.movedim(d, 0)) for x, d in zip(flat, dims, strict=True)]
+        record = cotangents_and_value(loss, (0,), (dict(params), *tree_unflatten(traced, spec)), {}, has_aux)
+    return level, record
+
+
+def _collected(level: BatchLevel, parameter: torch.Tensor, cotangent: torch.Tensor | None) -> DeferredGradient:
+    shape = parameter.shape
+    if cotangent is None:  # the loss does not depend on the parameter
+        return DeferredGradient((), shape, parameter.dtype, parameter.device)
+    if level.owns(cotangent) and isinstance(cotangent.value, DeferredGradient):
+        value = cotangent.value
+    else:
+        value = DeferredGradient.of(Dense(level.batch.physical(cotangent)), shape)
+    return value.with_terms(_merged(value.terms))
+
+
+def _merged(terms: Iterable[Placed]) -> list[Placed]:
+    """Terms of one kind and layout as one: more positions of the same product. What is left over has cross terms of its own."""
+    merged: list[Placed] = []
+    for placed in terms:
+        for place, other in enumerate(merged):
+            joined = _joined(other, placed)
+            if joined is not None:
+                merged[place] = joined
+                break
+        else:
+            merged.append(placed)
+    return merged
+
+
+def _joined(a: Placed, b: Placed) -> Placed | None:
+    x, y = a.term, b.term
+    if isinstance(x, Dense) and isinstance(y, Dense) and x.shape == y.shape and a.layout == b.layout:
+        return Placed(Dense(x.value + y.value), a.layout)
+    if isinstance(x, Convolution) and isinstance(y, Convolution) and a.layout == b.layout and x.geometry == y.geometry:
+        if x.inputs.shape[2:] == y.inputs.shape[2:] and x.cotangents.shape[2:] == y.cotangents.shape[2:]:
+            return Placed(
+                Convolution(torch.cat([x.cotangents, y.cotangents], 1), torch.cat([x.inputs, y.inputs], 1), x.weight_shape, x.geometry),
+                a.layout,
+            )
+        return None
+    left, right = oriented(a), oriented(b)
+    if isinstance(left, Product) and isinstance(right, Product) and left.shape == right.shape:
+        term = Product(torch.cat([left.left, right.left], 2), torch.cat([left.right, right.right], 2))
+        layout = Layout.identity(term.shape).reshape(a.layout.shape)
+        return Placed(term, layout) if layout is not None else None
+    if isinstance(left, Rows) and isinstance(right, Rows) and left.shape == right.shape and a.layout == b.layout:
+        return Placed(Rows(torch.cat([left.index, right.index], 1), torch.cat([left.rows, right.rows], 1), left.count), a.layout)
+    return None
+
+
+@dataclass(frozen=True)
+class PerSampleGradients:
+    """Per-sample gradients, by parameter name, and the queries on them. All results are plain tensors.
+
+    Attributes:
+        gradients: name -> deferred gradient.
+        losses: [n], each sample's loss.
+        aux: what the loss returned besides, sample axis in front; None without `has_aux`.
+    """
+
+    gradients: dict[str, DeferredGradient]
+    losses: torch.Tensor
+    aux: Any = None
+
+    def __len__(self) -> int:
+        return int(self.losses.shape[0])
+
+    def square_norms(self, per: Per = "total") -> Any:
+        """Squared Euclidean norms, float64 [n] whatever the parameters' dtype.
+
+        per: 'total' over all parameters; 'parameter' as name -> [n]; 'module' likewise, by the parameters' owner
+        ('' for parameters of the model itself).
+        """
+        each = {name: self._square_norms(gradient) for name, gradient in self.gradients.items()}
+        if per == "parameter":
+            return each
+        if per == "module":
+            modules: dict[str, torch.Tensor] = {}
+            for name, norms in each.items():
+                owner = name.rpartition(".")[0]
+                modules[owner] = modules[owner] + norms if owner in modules else norms
+            return modules
+        if per != "total":
+            raise ValueError(f"per={per!r}: expected 'total', 'parameter' or 'module'")
+        total = torch.zeros(len(self), dtype=torch.float64, device=self.losses.device)
+        for norms in each.values():
+            total += norms
+        return total
+
+    def _square_norms(self, gradient: DeferredGradient) -> torch.Tensor:
+        total = torch.zeros(len(self), dtype=torch.float64, device=gradient.device)
+        for place, placed in enumerate(gradient.terms):
+            total += reliable_square_norms(placed.term)
+            for other in gradient.terms[:place]:
+                total += 2 * cross_products(placed, other)
+        # rounding may leave a tiny negative number where two terms cancel
+        return total.clamp_(min=0) if len(gradient.terms) > 1 else total
+
+    def weighted_sum(self, weights: torch.Tensor) -> dict[str, torch.Tensor]:
+        """name -> [*shape]: the sum over samples of the gradients, each times its weight [n]."""
+        weights = torch.as_tensor(weights, device=self.losses.device)
+        if weights.shape != self.losses.shape:
+            raise TransformError(f"weights of shape {tuple(weights.shape)} for {len(self)} samples", expected=f"shape ({len(self)},)")
+        return {name: _summed(gradient, lambda term, layout: layout.apply(term.weighted_sum(weights))) for name, gradient in self.gradients.items()}
+
+    def mean(self) -> dict[str, torch.Tensor]:
+        """name -> [*shape]: the mean gradient."""
+        return self.weighted_sum(torch.full_like(self.losses, 1 / max(len(self), 1)))
+
+    def dot(self, vector: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """[n]: the inner product of each sample's gradient with one vector, given as name -> [*shape]. Absent names count zero."""
+        unknown = set(vector) - set(self.gradients)
+        if unknown:
+            raise TransformError(f"dot: no gradient of the name(s) {sorted(unknown)}", expected=f"names among {list(self.gradients)[:8]}")
+        total = torch.zeros(len(self), dtype=accumulating(self.losses).dtype, device=self.losses.device)
+        for name, direction in vector.items():
+            gradient = self.gradients[name]
+            if direction.shape != gradient.shape:
+                raise TransformError(f"dot: {name} has shape {tuple(direction.shape)}", expected=f"{tuple(gradient.shape)}")
+            for placed in gradient.terms:
+                total = total + placed.term.dot(placed.layout.invert(direction, placed.term.shape))
+        return total
+
+    def materialise(self) -> dict[str, torch.Tensor]:
+        """name -> [n, *shape]: every per-sample gradient written out."""
+        return {
+            name: gradient.materialise()
+            if gradient.terms
+            else torch.zeros(len(self), *gradient.shape, dtype=gradient.dtype, device=gradient.device)
+            for name, gradient in self.gradients.items()
+        }
+
+    def select(self, names: Iterable[str]) -> PerSampleGradients:
+        """The same for some of the parameters."""
+        return PerSampleGradients({name: self.gradients[name] for name in names}, self.losses, self.aux)
+
+    def describe(self) -> dict[str, str]:
+        """name -> how its norms are computed."""
+        return {name: " + ".join(p.term.describe() for p in gradient.terms) or "zero" for name, gradient in self.gradients.items()}
+
+
+def _summed(gradient: DeferredGradient, query: Callable[[Term, Layout], torch.Tensor]) -> torch.Tensor:
+    total: torch.Tensor | None = None
+    for placed in gradient.terms:
+        part = query(placed.term, placed.layout)
+        total = part if total is None else total + part
+    if total is None:
+        return torch.zeros(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+    return total
+
+
+# Squares leave float32's range long before gradients do.
+_TINY = {torch.float32: 1e-30, torch.float64: 0.0}
+
+
+def reliable_square_norms(term: Term) -> torch.Tensor:
+    """[n] float64: a term's squared norms, taken again in float64 for the samples whose squares left the range of float32."""
+    norms = term.square_norms()
+    doubtful = ~torch.isfinite(norms) | (norms < _TINY.get(norms.dtype, 0.0))
+    norms = norms.double()
+    if norms.dtype == term.dtype or not bool(doubtful.any()):
+        return norms
+    places = torch.nonzero(doubtful).squeeze(1)
+    largest = torch.stack([f[places].flatten(1).abs().amax(1).double() for f in term.factors if f.dtype.is_floating_point and f[0].numel()])
+    retry = places[(torch.isfinite(largest) & (largest > 0)).all(0)]  # exact zeros and true infinities stay what they are
+    if len(retry):
+        norms[retry] = term.at(retry, torch.float64).square_norms()
+    return norms
+
+
+def cross_products(a: Placed, b: Placed) -> torch.Tensor:
+    """[n] float64: each sample's inner product of two terms of one parameter."""
+    x, y = oriented(a), oriented(b)
+    if isinstance(x, Product) and isinstance(y, Rows):
+        x, y = y, x
+    if isinstance(x, Rows) and isinstance(y, Product) and y.shape == (1, *x.shape):
+        return _rows_with_product(x, y)
+    return _written_out(a, b)
+
+
+def _rows_with_product(table: Rows, product: Product) -> torch.Tensor:
+    """A tied table: sum over positions t, s of left[t, index[s]] * <right[t], rows[s]>, in which no table-sized value appears."""
+    out = torch.empty(table.samples, dtype=torch.float64, device=table.device)
+    left, right, rows = accumulating(product.left).squeeze(1), accumulating(product.right).squeeze(1), accumulating(table.rows)
+    positions, looked_up = left.shape[1], rows.shape[1]
+    for block in blocks(table.samples, 2 * positions * looked_up * left.element_size(), table.device):
+        picked = torch.gather(left[block], 2, table.index[block].unsqueeze(1).expand(-1, positions, -1))  # [n, t, s]
+        inner = torch.bmm(right[block], rows[block].transpose(1, 2))  # [n, t, s]
+        out[block] = sum_of_products(picked, inner).double()
+    return out
+
+
+def _written_out(a: Placed, b: Placed) -> torch.Tensor:
+    """Terms of unlike kinds: both are made real, a block of samples at a time."""
+    size = 2 * a.term.dtype.itemsize
+    for s in a.layout.shape:
+        size *= s
+    out = torch.empty(a.term.samples, dtype=torch.float64, device=a.term.device)
+    for block in blocks(a.term.samples, size, a.term.device):
+        x, y = (accumulating(p.layout.apply(p.term.at(block).materialise(), lead=1)).flatten(1) for p in (a, b))
+        out[block] = sum_of_products(x, y).double()
+    return out
