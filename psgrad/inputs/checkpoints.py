@@ -6,6 +6,7 @@ import json
 import pickle
 import posixpath
 import re
+import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ _PREFIXES = ("module.", "_orig_mod.", "model.")  # put there by DataParallel, to
 _SHOWN = 10
 # CVE-2025-32434 and CVE-2026-24747: before this version a file could run code or corrupt memory in spite of weights_only.
 _SAFE_TORCH = (2, 10)
+
+_SAVE_SAFELY = "where it was made, save the state dict alone: safetensors.torch.save_file(model.state_dict(), path)"
 
 # Reading ---------------------------------------------------------------------------------------------------------------------------
 
@@ -82,9 +85,13 @@ def _damaged_safetensors(path: Path, error: Exception) -> CheckpointError:
             f"{path} is named .safetensors, but was written by torch.save or pickle; it was not opened further",
             next_step="save it with safetensors.torch.save_file, or name it .pt if torch.save wrote it",
         )
+    return _damaged(path, "safetensors file", _first_line(error))
+
+
+def _damaged(path: Path, kind: str, reason: str) -> CheckpointError:
     return CheckpointError(
-        f"the checkpoint {path} is damaged: {error}",
-        expected=f"a whole safetensors file; this one has {path.stat().st_size} bytes",
+        f"the checkpoint {path} is damaged: {reason}",
+        expected=f"a whole {kind}; this file has {path.stat().st_size} bytes",
         cause="an interrupted copy or download",
         next_step="copy it again and compare its SHA-256 with the source's",
     )
@@ -135,53 +142,42 @@ def _read_torch(path: Path) -> object:
         )
     _require_plain_archive(path)
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings(action="ignore"):  # about pickle protocols, which the error below tells better
+            return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"the checkpoint {path} holds more than tensors and plain values; nothing in it was executed",
             expected="a state dict, or a dict that contains one",
             cause=_refused_object(error),
-            next_step="where it was made, save the state dict alone: safetensors.torch.save_file(model.state_dict(), path)",
+            next_step=_SAVE_SAFELY,
         ) from error
     except Exception as error:  # a damaged archive fails in as many ways as it has readers
-        raise _damaged_archive(path, _first_line(error)) from error
+        raise _damaged(path, "torch.save archive", _first_line(error)) from error
 
 
 def _require_plain_archive(path: Path) -> None:
     """Refuses what torch.save (since 1.6) does not write: bare pickles, and archives whose records swell when they are read."""
-    if not zipfile.is_zipfile(path):
+    try:
+        with zipfile.ZipFile(path) as archive:
+            records = archive.infolist()
+    except Exception as error:
         with path.open("rb") as file:
             bare_pickle = file.read(1) == b"\x80"
         if bare_pickle:
             raise CheckpointError(
                 f"the checkpoint {path} is a bare pickle, not a torch.save archive; nothing in it was executed",
                 cause="pickle.dump, or torch.save before 1.6",
-                next_step="where it was made, save the state dict alone: safetensors.torch.save_file(model.state_dict(), path)",
-            )
-        raise _damaged_archive(path, "it is not a whole torch.save archive")
-    try:
-        with zipfile.ZipFile(path) as archive:
-            records = archive.infolist()
-    except Exception as error:
-        raise _damaged_archive(path, _first_line(error)) from error
+                next_step=_SAVE_SAFELY,
+            ) from error
+        raise _damaged(path, "torch.save archive", _first_line(error)) from error
     if any(record.compress_type != zipfile.ZIP_STORED for record in records):
         raise CheckpointError(f"the checkpoint {path} is compressed", expected="an archive as torch.save writes it, uncompressed")
 
 
-def _damaged_archive(path: Path, reason: str) -> CheckpointError:
-    return CheckpointError(
-        f"the checkpoint {path} is damaged: {reason}",
-        expected=f"a whole torch.save archive; this file has {path.stat().st_size} bytes",
-        cause="an interrupted copy or download",
-        next_step="copy it again and compare its SHA-256 with the source's",
-    )
-
-
 def _refused_object(error: Exception) -> str:
     # torch's message is a page of advice on how to switch the safety off; the one fact in it is the object's name.
-    found = re.search(r"GLOBAL (\S+)|Unsupported (?:class|global|operand)[^\w]*(\S+)", str(error))
-    name = next((group for group in found.groups() if group), None) if found else None
-    return f"it refers to {name.rstrip('.,')}" if name else "it was saved with objects of the training program inside"
+    found = re.search(r"GLOBAL (\S+)", str(error))
+    return f"it refers to {found[1]}, which is code" if found else "a damaged file, or one saved with objects of the training program inside"
 
 
 def _first_line(error: Exception) -> str:
