@@ -125,3 +125,19 @@ def rank_samples(frame: pd.DataFrame, review_fraction: float) -> pd.DataFrame:
 def top_samples(frame: pd.DataFrame, n: int) -> pd.DataFrame:
     """The n rows of a ranked frame with the largest norms, largest first; unranked rows never appear."""
     return frame[frame["rank"] <= n].sort_values("rank")
+
+
+def has_classes(frame: pd.DataFrame) -> bool:
+    """Whether the targets are classes: a confidence goes with them, and they are integers or text."""
+    if "confidence" not in frame or "target" not in frame or not frame["target"].notna().any():
+        return False
+    return not pd.api.types.is_float_dtype(frame["target"]) and all(np.ndim(target) == 0 for target in frame["target"].head(100))
+
+
+def disagrees(frame: pd.DataFrame) -> pd.Series[bool]:
+    """For each row whether the predicted class is another than the label; False where either is missing, or where there are no classes."""
+    differs = pd.Series(False, index=frame.index)
+    if has_classes(frame) and "prediction" in frame:
+        both = frame.loc[frame["target"].notna() & frame["prediction"].notna(), ["target", "prediction"]].astype(object)
+        differs[both.index] = both["target"] != both["prediction"]
+    return differs

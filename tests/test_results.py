@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from psgrad.results import SAMPLE_COLUMNS, rank_samples, top_samples
+from psgrad.results import SAMPLE_COLUMNS, disagrees, rank_samples, top_samples
 
 
 def _frame(norms: list[float], losses: list[float] | None = None) -> pd.DataFrame:
@@ -73,3 +73,15 @@ def test_the_top_is_sorted_and_holds_no_unranked_rows() -> None:
     ranked = rank_samples(_frame([2.0, np.nan, 8.0]), 0.01)
     assert top_samples(ranked, 20)["id"].tolist() == ["s2", "s0"]
     assert top_samples(ranked, 1)["id"].tolist() == ["s2"]
+
+
+@pytest.mark.parametrize("dtype", ["int64", "Int64", "str", "object"])
+def test_predictions_disagree_only_where_both_classes_are_known(dtype: str) -> None:
+    frame = _frame([1.0] * 3).assign(target=pd.array([1, 2, 3], dtype="Int64").astype(dtype), confidence=0.5)
+    frame["prediction"] = pd.Series([1, 9, 9]).astype(dtype).astype(object).where([True, True, False], None)
+    assert disagrees(frame).tolist() == [False, True, False]
+    assert not disagrees(frame.drop(columns="prediction")).any()
+
+
+def test_real_numbers_do_not_disagree() -> None:
+    assert not disagrees(_frame([1.0, 2.0]).assign(target=[0.1, 0.2], prediction=[0.3, 0.4])).any()

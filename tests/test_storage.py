@@ -86,7 +86,7 @@ def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
     with pytest.raises(OutputExistsError, match="not a folder"):
         RunFolder.create(tmp_path / "run", overwrite=True)
-    with pytest.raises(OutputError, match="can.t be made"):
+    with pytest.raises(OutputError, match="can't be made"):
         RunFolder.create(tmp_path / "run" / "below")
 
 

@@ -12,9 +12,9 @@ import pandas as pd
 
 from psgrad.reports.drawing import Plot
 from psgrad.reports.pictures import thumbnail, to_png
-from psgrad.reports.plots import MAX_PICTURES, PICTURE_NOTE, has_classes
-from psgrad.reports.words import MISSING, count, identifier, label, number, percentile, printable, shorten
-from psgrad.results import AnalyzeResult, TopSample, top_samples
+from psgrad.reports.plots import MAX_PICTURES, PICTURE_NOTE
+from psgrad.reports.words import MISSING, brief, count, identifier, label, number, percentile
+from psgrad.results import AnalyzeResult, TopSample, disagrees, has_classes, top_samples
 
 # Every part of the page is bounded, so that the page is: at worst (pictures of noise) these add up to about 1.5 MB.
 MAX_ROWS = 20
@@ -61,9 +61,8 @@ class Card:
 
 def render(result: AnalyzeResult, plots: Sequence[Plot]) -> str:
     """The report as HTML. All text from the config, the data and the model is escaped."""
-    rows = {
-        record["id"]: _row(record, result.class_names) for record in top_samples(result.samples, _wanted_rows(result)).to_dict("records")
-    }
+    top = top_samples(result.samples, _wanted_rows(result))
+    rows = {record["id"]: _row(record, result.class_names) for record in top.assign(disagrees=disagrees(top)).to_dict("records")}
     return _templates.get_template("report.html").render(
         title=_title(result.manifest),
         headline=_headline(result),
@@ -77,7 +76,7 @@ def render(result: AnalyzeResult, plots: Sequence[Plot]) -> str:
         parameters=result.parameters.nlargest(MAX_PARAMETER_ROWS, "share").to_dict("records"),
         parameter_count=len(result.parameters),
         facts=_facts(result),
-        notes=[shorten(printable(str(note)), FACT_LIMIT) for note in _at(result.manifest, "model", "notes") or []][:MAX_NOTES],
+        notes=[brief(str(note), FACT_LIMIT) for note in _at(result.manifest, "model", "notes") or []][:MAX_NOTES],
     )
 
 
@@ -87,30 +86,28 @@ def _wanted_rows(result: AnalyzeResult) -> int:
 
 def _row(record: dict[Hashable, Any], class_names: list[str] | None) -> Row:
     confidence = record.get("confidence")
-    truth, guess = label(record.get("target"), class_names), label(record.get("prediction"), class_names)
     return Row(
         rank=str(record["rank"]),
         id=identifier(record["id"]),
-        label=truth,
-        prediction=guess,
+        label=label(record.get("target"), class_names),
+        prediction=label(record.get("prediction"), class_names),
         confidence=MISSING if confidence is None or pd.isna(confidence) else f"{confidence:.1%}",
         loss=number(record["loss"]),
         norm=number(record["grad_norm"]),
         percentile=percentile(record["percentile"]),
-        # Only classes can be told apart like this: two real numbers always differ.
-        disagrees="confidence" in record and MISSING not in (truth, guess) and bool(record["target"] != record["prediction"]),
+        disagrees=record["disagrees"],
     )
 
 
 def _card(sample: TopSample, row: Row) -> Card:
     picture = None if sample.image is None else _uri("image/png", to_png(thumbnail(sample.image, PICTURE_SIDE)))
-    return Card(row, picture, None if sample.text is None else _excerpt(printable(sample.text, keep="\n\t")))
+    return Card(row, picture, None if sample.text is None else _excerpt(sample.text))
 
 
 def _excerpt(text: str) -> str:
-    lines = text.splitlines()
-    start = shorten("\n".join(lines[:TEXT_LINES]), TEXT_LIMIT)
-    return start if len(lines) <= TEXT_LINES or start.endswith("…") else start + "\n…"
+    start = brief(text, TEXT_LIMIT, keep="\n\t")
+    lines = start.split("\n")
+    return start if len(lines) <= TEXT_LINES else "\n".join([*lines[:TEXT_LINES], "…"])
 
 
 def _data_uri(plot: Plot) -> str:
@@ -124,7 +121,7 @@ def _uri(kind: str, data: bytes) -> str:
 
 def _title(manifest: dict[str, Any]) -> str:
     title = _at(manifest, "config", "report", "title")
-    return shorten(printable(str(title)), 120) if title else "Which training examples pull hardest?"
+    return brief(str(title), 120) if title else "Which training examples pull hardest?"
 
 
 def _headline(result: AnalyzeResult) -> list[tuple[str, str]]:
@@ -151,7 +148,7 @@ def _findings(samples: pd.DataFrame) -> list[str]:
     also_by_loss = int((finite["loss"].rank(ascending=False, method="first")[review.index] <= len(review)).sum())
     findings = [f"The review list has {count(len(review))}; {also_by_loss:,} of them also among the {len(review):,} largest by loss."]
     if has_classes(samples) and "prediction" in samples:
-        wrong = (finite["target"] != finite["prediction"]).fillna(False).astype(bool)
+        wrong = disagrees(finite)
         findings.append(
             f"The model's prediction differs from the label for {int(wrong[review.index].sum()):,} of them, "
             f"and for {int(wrong.sum()):,} of all {count(len(finite))} that are finite."
@@ -192,7 +189,7 @@ def _facts(result: AnalyzeResult) -> list[tuple[str, str]]:
         ("Versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
         ("Run folder", result.folder),
     ]
-    return [(name, shorten(printable(str(value)), FACT_LIMIT)) for name, value in candidates if value]
+    return [(name, brief(str(value), FACT_LIMIT)) for name, value in candidates if value]
 
 
 def _check_words(check: dict[str, Any]) -> str | None:

@@ -27,7 +27,7 @@ from psgrad.reports.drawing import (
 )
 from psgrad.reports.pictures import to_rgb
 from psgrad.reports.words import count, identifier, label, number, shorten
-from psgrad.results import AnalyzeResult, TopSample, top_samples
+from psgrad.results import AnalyzeResult, TopSample, disagrees, has_classes, top_samples
 
 MAX_GROUPS = 30  # classes or parameters in one figure: more can't be read
 MAX_MARKS = 250  # single samples drawn as vectors
@@ -51,13 +51,6 @@ def draw_plots(result: AnalyzeResult) -> list[Plot]:
     if any(sample.image is not None for sample in result.top_inputs):
         plots.append(top_sheet(samples, result.top_inputs, names))
     return plots
-
-
-def has_classes(samples: pd.DataFrame) -> bool:
-    """Whether the targets are classes: a confidence goes with them, and they are integers or text."""
-    if "confidence" not in samples or "target" not in samples or not samples["target"].notna().any():
-        return False
-    return not pd.api.types.is_float_dtype(samples["target"]) and all(np.ndim(target) == 0 for target in samples["target"].head(100))
 
 
 def norm_histogram(samples: pd.DataFrame) -> Plot:
@@ -229,18 +222,12 @@ def _draw_points(axes: Axes, drawn: pd.DataFrame) -> str:
             _draw_density(axes, rows, within=drawn, colour=colour)
             binned.append(words)
         else:
-            wrong = _is_wrong(rows)
+            wrong = disagrees(rows)
             _scatter(axes, rows[~wrong], colour, "o", words)
             _scatter(axes, rows[wrong], colour, "x", f"{words}, prediction differs from label")
     return (
         f"Blue: other samples; orange: review list. Binned, darker for more samples (log shade): {' and '.join(binned)}. " if binned else ""
     )
-
-
-def _is_wrong(rows: pd.DataFrame) -> pd.Series[bool]:
-    if not has_classes(rows) or "prediction" not in rows:
-        return pd.Series(False, index=rows.index)
-    return (rows["target"] != rows["prediction"]).fillna(False).astype(bool)
 
 
 def _scatter(axes: Axes, rows: pd.DataFrame, colour: str, marker: str, words: str) -> None:

@@ -36,18 +36,23 @@ def label(value: Any, class_names: Sequence[str] | None = None) -> str:
     if isinstance(value, Real) and not isinstance(value, bool) and float(value).is_integer():
         index = int(float(value))
         if class_names and 0 <= index < len(class_names):
-            return shorten(printable(class_names[index]), LABEL_LIMIT)
+            return brief(class_names[index], LABEL_LIMIT)
         return str(index) if isinstance(value, Integral) else number(value)
-    return number(value) if isinstance(value, Real) and not isinstance(value, bool) else shorten(printable(str(value)), LABEL_LIMIT)
+    return number(value) if isinstance(value, Real) and not isinstance(value, bool) else brief(str(value), LABEL_LIMIT)
 
 
 def identifier(value: Any) -> str:
     """A sample's id, on one line and of bounded length."""
-    return shorten(printable(str(value)), ID_LIMIT)
+    return brief(str(value), ID_LIMIT)
 
 
 def shorten(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def brief(text: str, limit: int, keep: str = "") -> str:
+    """Printable and of bounded length, at a bounded price: a text may be a whole book."""
+    return shorten(printable(text[: limit + 1], keep), limit)
 
 
 def printable(text: str, keep: str = "") -> str:

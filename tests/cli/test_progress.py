@@ -48,9 +48,14 @@ def test_each_phase_has_a_last_line_and_messages_come_at_once() -> None:
 
 def test_a_run_that_fails_still_says_how_far_it_came() -> None:
     stream, clock = io.StringIO(), Clock()
-    with pytest.raises(ValueError, match="no"), PlainDisplay(stream, clock) as display:
-        display(Progress(5, 10, "gradients"))
-        raise ValueError("no")
+
+    def fail() -> None:
+        with PlainDisplay(stream, clock) as display:
+            display(Progress(5, 10, "gradients"))
+            raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        fail()
     assert stream.getvalue() == "gradients: 5/10 samples\n"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,7 @@ def result(
 def _input(identifier: Any, kind: str) -> TopSample:
     if kind == "text":
         return TopSample(identifier, text=f"def sample_{identifier}():\n    return '<script>alert(1)</script>' & more\n" * 9)
-    rng = np.random.default_rng(abs(hash(str(identifier))) % 2**32)
+    rng = np.random.default_rng(zlib.crc32(str(identifier).encode("utf-8", "replace")))
     rows, columns = np.mgrid[0:8, 0:8]
     image = 16 * np.exp(-((rows - rng.uniform(2, 6)) ** 2 + (columns - rng.uniform(2, 6)) ** 2) / 6)
     return TopSample(identifier, image=image.astype(np.float32)[None])

@@ -1,0 +1,200 @@
+"""The page: self-contained, small for any number of samples, harmless whatever the data says, and complete."""
+
+from __future__ import annotations
+
+import time
+from html.parser import HTMLParser
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from psgrad.reports.html import render
+from psgrad.reports.plots import draw_plots
+from psgrad.reports.write import write_report
+from psgrad.results import AnalyzeResult, TopSample, rank_samples, top_samples
+from tests.reports import frames
+
+LIMIT_BYTES = 2_000_000
+VOID = {"meta", "link", "img", "br"}
+
+
+class Page(HTMLParser):
+    """Every element, attribute and text of a page; tags must close in order."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str, str]] = []
+        self.text = ""
+        self._open: list[str] = []
+        self.feed(html)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._open[-1:] != ["style"]:
+            self.text += data
+
+
+def _page(result: AnalyzeResult) -> Page:
+    html = render(result, draw_plots(result))
+    assert len(html.encode()) <= LIMIT_BYTES
+    page = Page(html)
+    assert "script" not in page.tags
+    assert not {"iframe", "object", "embed", "link", "form", "base"} & set(page.tags)
+    for _, name, value in page.attributes:
+        assert not name.startswith("on")
+        assert name != "href"
+        if name == "src":
+            assert value.startswith(("data:image/png;base64,", "data:image/svg+xml;base64,"))
+    assert ("meta", "content", "default-src 'none'; img-src data:; style-src 'unsafe-inline'") in page.attributes
+    assert "http" not in html.replace("http-equiv", "")
+    return page
+
+
+def test_the_page_shows_all_figures_the_table_the_pictures_and_the_facts() -> None:
+    result = frames.result(frames.classification())
+    page = _page(result)
+    headings = (
+        "The top samples",
+        "The 20 samples that pull hardest",
+        "Gradient norms",
+        "Loss against gradient norm",
+        "Gradient norms per class",
+        "Gradient norms per layer",
+        "What the numbers mean, and what they do not",
+        "This run",
+    )
+    for heading in headings:
+        assert heading in page.text
+    sources = [value for tag, name, value in page.attributes if (tag, name) == ("img", "src")]
+    assert len(sources) == 20 + 4
+    for words in ("1,797", "2.1e-07", "digits.py:build", "18,346", "cross_entropy", "the prefix 'module.' was stripped"):
+        assert words in page.text
+    for identifier in top_samples(result.samples, 20)["id"]:
+        assert page.text.count(identifier) >= 2
+
+
+def test_the_page_is_honest_about_privacy_and_about_the_list() -> None:
+    text = _page(frames.result(frames.classification())).text
+    assert "Nothing here is differentially private" in text
+    assert "not a verdict" in text
+    assert "Loss often finds wrong labels as well as the norm does, or better" in text
+
+
+def test_rows_that_are_not_finite_are_counted_and_named() -> None:
+    samples = frames.classification(nonfinite=3)
+    text = _page(frames.result(samples)).text
+    assert "3 samples have a loss or gradient that is not finite" in text
+    assert "Not drawn: 3 with a loss or gradient that is not finite" in text
+    for identifier in samples.loc[samples["status"] != "ok", "id"]:
+        assert identifier in text
+
+
+def test_markup_from_ids_classes_texts_and_the_manifest_stays_text() -> None:
+    evil = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&{{7*7}}"
+    samples = frames.classification(40, nonfinite=2)
+    samples["id"] = [f"{evil}{index}" for index in range(40)]
+    manifest = {
+        "config": {"report": {"title": evil}},
+        "model": {"factory": evil, "notes": [evil]},
+        "timings": {evil: 1.0},
+        "versions": {evil: evil},
+        "data": {"source": evil},
+    }
+    result = AnalyzeResult(
+        samples=samples,
+        parameters=frames.parameters(3).assign(parameter=evil, computed_as=evil, shape=evil),
+        manifest=manifest,
+        folder=frames.result(samples).folder,
+        top_inputs=[TopSample(identifier, text=evil) for identifier in top_samples(samples, 20)["id"]],
+        class_names=[f"{evil}{index}" for index in range(10)],
+    )
+    page = _page(result)
+    assert "<script>alert(1)</script>" in page.text
+    assert "{{7*7}}" in page.text
+
+
+def test_control_characters_are_spelled_out() -> None:
+    samples = frames.classification(5, nonfinite=0)
+    samples["id"] = [f"a\x00\x1b[2J\u202e{index}" for index in range(5)]
+    assert "a\\x00\\x1b[2J\\u202e0" in _page(frames.result(samples)).text
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        pytest.param(frames.result(frames.classification(1, nonfinite=0)), id="one row"),
+        pytest.param(frames.result(frames.classification(1, nonfinite=1)), id="one row, not finite"),
+        pytest.param(frames.result(frames.classification(50, nonfinite=50)), id="nothing finite"),
+        pytest.param(frames.result(frames.classification(200, classes=1)), id="one class"),
+        pytest.param(frames.result(frames.classification(5000, classes=300), class_names=["$x^$ \\frac{ 漢"] * 300), id="300 classes"),
+        pytest.param(frames.result(frames.classification(200), layers=300), id="300 layers"),
+        pytest.param(frames.result(frames.classification(200), layers=0), id="no layers"),
+        pytest.param(frames.result(frames.classification(200), inputs=None), id="no inputs"),
+        pytest.param(frames.result(frames.regression(), inputs=None), id="regression"),
+        pytest.param(frames.result(frames.regression(), inputs="text"), id="text"),
+        pytest.param(frames.result(frames.classification(200), manifest={}), id="empty manifest"),
+        pytest.param(frames.result(rank_samples(frames.regression(9).assign(grad_norm=0.0, loss=0.0), 0.01)), id="all zero"),
+        pytest.param(frames.result(rank_samples(frames.regression(9).assign(loss=-1.0), 0.01)), id="one negative loss"),
+        pytest.param(frames.result(rank_samples(frames.regression(9000).assign(loss=lambda f: f["loss"] - 1), 0.6)), id="binned, negative"),
+        pytest.param(frames.result(frames.regression(9).assign(target=None, prediction=None)), id="no targets"),
+        pytest.param(frames.result(frames.regression(9).drop(columns=["target", "prediction"])), id="no target columns"),
+        pytest.param(frames.result(frames.regression(3).assign(target=[np.ones(4)] * 3, prediction=[np.ones(4)] * 3)), id="vectors"),
+        pytest.param(frames.result(frames.classification(90).astype({"target": str, "prediction": str})), id="classes by name"),
+        pytest.param(
+            frames.result(frames.classification(90).astype({"target": "Int64"}).assign(prediction=pd.NA)), id="missing predictions"
+        ),
+    ],
+)
+def test_every_shape_of_result_makes_a_page(result: AnalyzeResult) -> None:
+    assert "This run" in _page(result).text
+
+
+@pytest.mark.parametrize("kind", ["image", "text"])
+def test_the_page_is_small_with_the_largest_inputs(kind: str) -> None:
+    rng = np.random.default_rng(0)
+    samples = frames.classification(400)
+    samples["id"] = samples["id"] + "x" * 5000
+    inputs = [
+        TopSample(identifier, image=rng.integers(0, 256, (3, 256, 320), dtype=np.uint8))
+        if kind == "image"
+        else TopSample(identifier, text="ü" * 10**6)
+        for identifier in top_samples(samples, 300)["id"]
+    ]
+    manifest = {**frames.MANIFEST, "timings": {f"phase {index}": 0.1 for index in range(10_000)}, "model": {"notes": ["n" * 9999] * 999}}
+    names = ["c" * 5000] * 10
+    _page(AnalyzeResult(samples, frames.parameters(300), manifest, frames.result(samples).folder, inputs, names))
+
+
+def test_a_million_samples_take_less_than_ten_seconds_and_two_megabytes() -> None:
+    result = frames.result(frames.classification(1_000_000))
+    files: dict[str, bytes] = {}
+    began = time.process_time()
+    write_report(result, files.__setitem__)
+    assert time.process_time() - began < 10
+    assert len(files["report.html"]) <= LIMIT_BYTES
+    assert sum(map(len, files.values())) <= 2 * LIMIT_BYTES
+
+
+def test_all_files_of_the_report_reach_the_writer() -> None:
+    files: dict[str, bytes] = {}
+    write_report(frames.result(frames.classification(100)), files.__setitem__)
+    names = ("norm_histogram", "loss_against_norm", "norms_per_class", "norms_per_layer", "top_sheet")
+    assert list(files) == [*(f"plots/{name}.png" for name in names), "report.html"]
+    assert all(data.startswith(b"\x89PNG") for name, data in files.items() if name.endswith(".png"))
+
+
+def test_the_same_result_gives_the_same_page() -> None:
+    result = frames.result(frames.classification(300))
+    assert render(result, draw_plots(result)) == render(result, draw_plots(result))
