@@ -89,7 +89,7 @@ class Contest:
         self.model = case.build().to(device)
         self.inputs, self.target = (value.to(device) for value in case.draw())
         self.parameters = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
-        self.objective = Objective(self.model, F.cross_entropy, lambda output: {})
+        self.objective = Objective(self.model, F.cross_entropy)
         self.bound = self.norms().median()
 
     def plain(self) -> Tensor:

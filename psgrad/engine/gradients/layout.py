@@ -28,19 +28,19 @@ class Layout:
     def apply(self, value: torch.Tensor, lead: int = 0) -> torch.Tensor:
         """[*lead, *canonical] -> [*lead, *shape]; `lead` axes in front are left alone."""
         front = value.shape[:lead]
-        value = value.reshape(*front, *self.atoms)
+        value = value.reshape((*front, *self.atoms))
         if not self.is_identity:
             value = value.permute(*range(lead), *(lead + i for i in self.order))
-        return value.reshape(*front, *self.shape)
+        return value.reshape((*front, *self.shape))
 
     def invert(self, value: torch.Tensor, canonical: Sequence[int], lead: int = 0) -> torch.Tensor:
         """[*lead, *shape] -> [*lead, *canonical]."""
         front = value.shape[:lead]
-        value = value.reshape(*front, *(self.atoms[i] for i in self.order))
+        value = value.reshape((*front, *(self.atoms[i] for i in self.order)))
         if not self.is_identity:
             back = sorted(range(len(self.order)), key=lambda place: self.order[place])
             value = value.permute(*range(lead), *(lead + place for place in back))
-        return value.reshape(*front, *canonical)
+        return value.reshape((*front, *canonical))
 
     def reshape(self, shape: Sequence[int]) -> Layout | None:
         """The same elements under another shape, None where an axis would cut an atom unevenly."""

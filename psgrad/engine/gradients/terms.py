@@ -134,7 +134,8 @@ class Dense(Term):
         return self.value
 
     def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
-        return torch.tensordot(weights, accumulating(self.value), 1)
+        value = accumulating(self.value)
+        return torch.tensordot(weights.to(value.dtype), value, 1)
 
     def dot(self, vector: torch.Tensor) -> torch.Tensor:
         value = accumulating(self.value)
