@@ -97,6 +97,7 @@ class BarDisplay:
         if progress.message:
             self._bars.console.print(progress.message)
         if self._task is None or progress.phase != self._phase:
+            self._end_phase()
             self._task = self._bars.add_task(progress.phase, total=None)
             self._phase = progress.phase
         self._bars.update(self._task, completed=progress.done, total=progress.total or None)
@@ -106,7 +107,14 @@ class BarDisplay:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /) -> None:
+        self._end_phase()
         self._bars.stop()
+
+    def _end_phase(self) -> None:
+        # A bar without an end would go on moving for work that is over.
+        if self._task is not None and not self._bars.tasks[-1].total:
+            self._bars.remove_task(self._task)
+        self._task = None
 
 
 class _WordsColumn(ProgressColumn):

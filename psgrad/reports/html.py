@@ -146,7 +146,7 @@ def _findings(samples: pd.DataFrame) -> list[str]:
     if not len(review):
         return []
     also_by_loss = int((finite["loss"].rank(ascending=False, method="first")[review.index] <= len(review)).sum())
-    findings = [f"The review list has {count(len(review))}; {also_by_loss:,} of them also among the {len(review):,} largest by loss."]
+    findings = [f"The review list has {count(len(review))}; {also_by_loss:,} of them are also among the {len(review):,} largest by loss."]
     if has_classes(samples) and "prediction" in samples:
         wrong = disagrees(finite)
         findings.append(

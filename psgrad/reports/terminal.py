@@ -40,7 +40,7 @@ def summary(result: AnalyzeResult) -> str:
     samples = result.samples
     nonfinite = int((samples["status"] != "ok").sum())
     lines = [
-        f"{count(len(samples))}, {int(samples['is_outlier_issue'].sum()):,} in the review list (a list to look at, not a verdict), "
+        f"{count(len(samples))}, {int(samples['is_outlier_issue'].sum()) - nonfinite:,} in the review list (a list to look at, not a verdict), "
         f"{nonfinite:,} with a loss or gradient that is not finite"
     ]
     check = result.manifest.get("self_check") or {}

@@ -48,7 +48,7 @@ def test_the_table_and_the_path_go_to_stdout_and_words_to_stderr(
     assert lines[-1] == "runs/digits"
     assert "imports: digits" in err
     assert "gradients: 1,797/1,797 samples" in err
-    assert "21 in the review list" in err
+    assert "18 in the review list" in err
     assert "self-check: worst relative error 2.1e-07 over 3 samples" in err
 
 

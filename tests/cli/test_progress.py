@@ -67,6 +67,7 @@ def test_a_terminal_gets_a_bar_and_its_messages_are_no_markup() -> None:
         display(Progress(20, 20, "gradients"))
     assert "imports: [red]digits" in stream.getvalue()
     assert "20/20 samples" in stream.getvalue()
+    assert "load" not in stream.getvalue().splitlines()[-1]
 
 
 def test_the_display_fits_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,5 +82,5 @@ def test_a_run_without_finite_rows_still_has_a_table_and_a_summary() -> None:
     stream = io.StringIO()
     print_table(top_table(result, 20), stream)
     assert stream.getvalue().split()[:2] == ["rank", "id"]
-    assert "5 samples, 5 in the review list" in summary(result)
+    assert "5 samples, 0 in the review list" in summary(result)
     assert "5 with a loss or gradient that is not finite" in summary(result)
