@@ -39,8 +39,9 @@ def summary(result: AnalyzeResult) -> str:
     """What was done and found, in a line or two."""
     samples = result.samples
     nonfinite = int((samples["status"] != "ok").sum())
+    review = int(samples["is_outlier_issue"].sum()) - nonfinite
     lines = [
-        f"{count(len(samples))}, {int(samples['is_outlier_issue'].sum()) - nonfinite:,} in the review list (a list to look at, not a verdict), "
+        f"{count(len(samples))}, {review:,} in the review list (a list to look at, not a verdict), "
         f"{nonfinite:,} with a loss or gradient that is not finite"
     ]
     check = result.manifest.get("self_check") or {}
