@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import safetensors
 
 from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError
-from psgrad.inputs.files import sha256_of
+from psgrad.inputs.files import is_archive, sha256_of
 from psgrad.inputs.samples import (
     Array,
     Block,
@@ -54,10 +53,10 @@ class ArraySamples(Samples):
 def load_npz(path: Path, config: DataConfig) -> Samples:
     """An npz file; the columns that are named are held in memory, nothing in them is ever unpickled."""
     columns: dict[str, Any] = {}
+    if not is_archive(path):
+        raise DataError(f"{path} is no npz archive", expected="named arrays, as numpy.savez writes them")
     try:
         with np.load(path, allow_pickle=False) as file:
-            if not isinstance(file, np.lib.npyio.NpzFile):
-                raise DataError(f"{path} holds a single array (.npy)", expected="an archive of named arrays, as numpy.savez writes it")
             require_columns(named_columns(config), file.files, str(path))
             for name in named_columns(config):
                 columns[name] = file[name]
@@ -69,7 +68,7 @@ def load_npz(path: Path, config: DataConfig) -> Samples:
 
 
 def _unreadable_npz(path: Path, error: Exception) -> DataError:
-    if "allow_pickle" in str(error) and zipfile.is_zipfile(path):
+    if "allow_pickle" in str(error):
         return DataError(
             f"{path} holds an array of Python objects, which is a pickle; it was not opened",
             expected="arrays of numbers, or of fixed-width text for ids",

@@ -25,7 +25,7 @@ def load_dataset(config: DataConfig, base: Path) -> Samples:
     dataset = call_factory(config.factory, base, config.kwargs, raises=DataError)
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise DataError(
-            f"the factory {config.factory} returned a {type(dataset).__name__}",
+            f"the factory {config.factory} returned an object of type {type(dataset).__name__}",
             expected="a map-style torch Dataset, with a length and items by number",
         )
     return DatasetSamples(dataset, config)

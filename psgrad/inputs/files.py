@@ -37,6 +37,12 @@ def require_file(path: Path, what: str, unusable: type[PsgradError]) -> Path:
     return path
 
 
+def is_archive(path: Path) -> bool:
+    """Whether a file begins as a zip archive does."""
+    with path.open("rb") as file:
+        return file.read(4) == b"PK\x03\x04"
+
+
 def sha256_of(path: Path) -> str:
     """The SHA-256 of a file's bytes, in hexadecimal."""
     digest = hashlib.sha256()

@@ -121,7 +121,11 @@ def _custom(name: str, loss: LossFunction, output: Tensor, target: Tensor) -> Te
     value = loss(output, target)
     if isinstance(value, Tensor) and value.ndim == 0 and value.is_floating_point():
         return value
-    got = f"a tensor of shape {list(value.shape)} and type {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    got = (
+        f"a tensor of shape {list(value.shape)} and type {value.dtype}"
+        if isinstance(value, Tensor)
+        else f"an object of type {type(value).__name__}"
+    )
     raise LossError(
         f"the loss {name} returned {got} for one sample",
         expected="one real number: a floating-point tensor without axes",

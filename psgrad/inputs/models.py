@@ -55,7 +55,7 @@ def load_model(config: ModelConfig, base: Path) -> LoadedModel:
 def _built(config: ModelConfig, base: Path) -> nn.Module:
     model: Any = call_factory(config.factory, base, config.kwargs, raises=ModelError)
     if not isinstance(model, nn.Module):
-        raise ModelError(f"the factory {config.factory} returned a {type(model).__name__}", expected="a torch.nn.Module")
+        raise ModelError(f"the factory {config.factory} returned an object of type {type(model).__name__}", expected="a torch.nn.Module")
     lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
     if lazy:
         raise ModelError(

@@ -100,8 +100,8 @@ def input_names(config: DataConfig) -> list[str]:
 
 
 def named_columns(config: DataConfig) -> list[str]:
-    """All columns that a config names: inputs, target, id."""
-    return [*input_names(config), *(name for name in (config.target, config.id) if name is not None)]
+    """All columns that a config names, each once: inputs, target, id."""
+    return list(dict.fromkeys([*input_names(config), *(name for name in (config.target, config.id) if name is not None)]))
 
 
 def row_numbers(count: int) -> Array:

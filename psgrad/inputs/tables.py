@@ -80,10 +80,8 @@ class TableSamples(Samples):
         return Block(tuple(inputs), None if self._target is None else to_tensor(self._array(table, self._target, start), self._target))
 
     def _array(self, table: pa.Table, name: str, start: int) -> Array:
-        array = _numbers(table.column(name), name, start)
-        shape = self._shapes.setdefault(name, array.shape[1:])
-        if array.shape[1:] != shape:
-            raise _ragged(name, start, list(array.shape[1:]), list(shape))
+        array = _numbers(table.column(name), name, start, self._shapes.get(name))
+        self._shapes.setdefault(name, array.shape[1:])
         return array
 
 
@@ -109,37 +107,37 @@ def _plain(column: pa.ChunkedArray | pa.Array) -> pa.Array:
     return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
 
 
-def _numbers(column: pa.ChunkedArray | pa.Array, name: str, first_row: int, values_per_row: int = 1) -> Array:
-    """[n, ...] of a column of numbers or of (lists of) lists of them; its first value belongs to `first_row`.
+def _numbers(
+    column: pa.ChunkedArray | pa.Array, name: str, first_row: int, shape: tuple[int, ...] | None = None, values_per_row: int = 1
+) -> Array:
+    """[n, *shape] of a column of numbers or of (lists of) lists of them; its first value belongs to `first_row`.
 
-    An empty cell is NaN among fractions, so that its row is reported as nonfinite, and an error among whole numbers and lists,
-    which have no NaN. `values_per_row` is more than one inside a list.
+    Without a `shape` the first row's is taken. An empty cell is NaN among fractions, so that its row is reported as nonfinite,
+    and an error among whole numbers and lists, which have no NaN. `values_per_row` is more than one inside a list.
     """
     array = _plain(column)
     if array.null_count and not pa.types.is_floating(array.type):
-        row = first_row + _first(array.is_null()) // values_per_row
+        row = first_row + _first(array.is_null().to_numpy(zero_copy_only=False)) // values_per_row
         raise DataError(f"row {row} of the column {name!r} is empty", expected=f"a value of type {array.type}")
     if not _is_list(array.type):
         return np.asarray(array.to_numpy(zero_copy_only=False))
     lengths = pc.list_value_length(array).to_numpy(zero_copy_only=False)
-    width = int(lengths[0])
+    width = int(lengths[0]) if shape is None else shape[0]
     if (lengths != width).any():
-        index = int(np.argmax(lengths != width))
-        raise _ragged(name, first_row + index // values_per_row, [int(lengths[index])], [width])
-    values = _numbers(array.flatten(), name, first_row, values_per_row * max(width, 1)) if width else np.empty(0, dtype=np.float32)
+        index = _first(lengths != width)
+        raise DataError(
+            f"row {first_row + index // values_per_row} of the column {name!r} has a list of {lengths[index]} values, row 0 of {width}",
+            expected="one length in all rows",
+            next_step="pad or cut the rows to one length before they are saved",
+        )
+    if width == 0:
+        return np.empty((len(array), 0), dtype=np.float32)
+    values = _numbers(array.flatten(), name, first_row, None if shape is None else shape[1:], values_per_row * width)
     return values.reshape(len(array), width, *values.shape[1:])
 
 
-def _ragged(name: str, row: int, got: list[int], expected: list[int]) -> DataError:
-    return DataError(
-        f"row {row} of the column {name!r} has the shape {got}, the rows before it {expected}",
-        expected="one shape in all rows",
-        next_step="pad or cut the rows to one length before they are saved",
-    )
-
-
-def _first(mask: pa.BooleanArray) -> int:
-    return int(np.argmax(mask.to_numpy(zero_copy_only=False)))
+def _first(mask: Array) -> int:
+    return int(np.argmax(mask))
 
 
 # Parquet --------------------------------------------------------------------------------------------------------------------------
