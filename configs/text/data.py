@@ -69,6 +69,11 @@ class Passages(Dataset[dict[str, Tensor | str]]):
         text = torch.tensor(list(self.sources[name][start : start + self.length + 1]))
         return {"bytes": text[:-1], "next_bytes": text[1:], "passage": f"{name}:{start}"}
 
+    def describe(self, index: int) -> str:
+        """The passage, for people to read."""
+        name, start = self.places[index]
+        return self.sources[name][start : start + self.length].decode("utf-8", "replace")
+
 
 def passages(count: int = 512, length: int = 128) -> Passages:
     """The dataset that configs/text.yaml names."""

@@ -50,6 +50,15 @@ class DatasetSamples(Samples):
         targets = [target for _, target in rows if target is not None]
         return Block(inputs, torch.stack(targets) if targets else None)
 
+    def describe(self, row: int) -> str | None:
+        """What the dataset's own `describe(row)` says, if it has one."""
+        if not hasattr(self._dataset, "describe"):
+            return None
+        try:
+            return str(self._dataset.describe(row))
+        except Exception as error:
+            raise DataError(f"describe({row}) of {self._source} raised {describe_failure(error)}") from error
+
     def _length(self) -> int:
         try:
             return len(self._dataset)

@@ -48,6 +48,10 @@ class Samples(ABC):
     def read(self, start: int, stop: int) -> Block:
         """The rows start, ..., stop - 1, which must exist. Raises DataError where one of them can't be used."""
 
+    def describe(self, row: int) -> str | None:
+        """A row's input as text for people; None where numbers or a picture say it best."""
+        return None
+
 
 def to_tensor(value: Array | Tensor, name: str) -> Tensor:
     """A copy in one of the three types that a block holds: bool, int64 and float32."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import tempfile
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -188,6 +189,11 @@ def _damage_told(path: Path, kind: str) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DataError(
+                f"the temporary folder {tempfile.gettempdir()} has no room for {path}, converted",
+                next_step="set TMPDIR to a folder with as much room as the file takes, or save the data as parquet",
+            ) from error
         reason = next(iter(str(error).splitlines()), "")
         raise DataError(f"{path} can't be read as {kind}: {reason}", cause="an interrupted copy or download, or another format") from error
 

@@ -96,7 +96,9 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
         for item in flat:
             if not isinstance(item, torch.Tensor):
                 raise TransformError(
-                    f"vjp(f, *primals): f returned a {type(item).__name__}", expected="tensors, in any pytree", next_step="return tensors only"
+                    f"vjp(f, *primals): f returned a {type(item).__name__}",
+                    expected="tensors, in any pytree",
+                    next_step="return tensors only",
                 )
         values = [_lower(level, item) for item in flat]
         ends = [_Place.of(item) if level.owns(item) else _Place(None, 0) for item in flat]
@@ -105,7 +107,9 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     def vjp_fn(cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None) -> Any:
         given, spec = tree_flatten(cotangents)
         if spec != out_spec:
-            raise TransformError(f"Expected pytree structure of cotangents to be the same as pytree structure of outputs: {spec} != {out_spec}")
+            raise TransformError(
+                f"Expected pytree structure of cotangents to be the same as pytree structure of outputs: {spec} != {out_spec}"
+            )
         for cotangent, value in zip(given, values, strict=True):
             if cotangent.shape != value.shape:
                 raise TransformError(

@@ -77,7 +77,9 @@ def _tied(names: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> di
         given = [name for name in group if name in values]
         if len(group) > 1 and given:
             if any(values[name] is not values[given[0]] for name in given):
-                raise ValueError(f"functional_call got multiple values for keys {sorted(given)}, which are tied. Consider using tie_weights=False")
+                raise ValueError(
+                    f"functional_call got multiple values for keys {sorted(given)}, which are tied. Consider using tie_weights=False"
+                )
             full.update(dict.fromkeys(group, values[given[0]]))
     return full
 

@@ -59,7 +59,15 @@ def vmap(
 
 
 def _run(
-    func: Callable[..., Any], flat: list[Any], spec: Any, dims: list[int | None], size: int, out_dims: Any, randomness: str, kwargs: Any, name: str
+    func: Callable[..., Any],
+    flat: list[Any],
+    spec: Any,
+    dims: list[int | None],
+    size: int,
+    out_dims: Any,
+    randomness: str,
+    kwargs: Any,
+    name: str,
 ) -> Any:
     level = BatchLevel(size, randomness)
     with level.body():
@@ -139,7 +147,9 @@ def mapped_size(flat: list[Any], dims: list[int | None], name: str) -> int:
     if not sizes:
         raise TransformError(f"vmap({name}, ...): Expected at least one Tensor to vmap over.")
     if len(set(sizes)) > 1:
-        raise TransformError(f"vmap({name}, ...): Expected all tensors to have the same size in the mapped dimension, got sizes {sizes} for the mapped dimension")
+        raise TransformError(
+            f"vmap({name}, ...): Expected all tensors to have the same size in the mapped dimension, got sizes {sizes} for the mapped dimension"
+        )
     return int(sizes[0])
 
 

@@ -18,7 +18,11 @@ def _attention(level: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
     query, key, value = args[:3]
     rest, rank = args[3:], query.dim()
-    twice = any(isinstance(t, GradTracer) and isinstance(_innermost_gradient(t.below()), GradTracer) for t in (query, key, value) if isinstance(t, Tracer))
+    twice = any(
+        isinstance(t, GradTracer) and isinstance(_innermost_gradient(t.below()), GradTracer)
+        for t in (query, key, value)
+        if isinstance(t, Tracer)
+    )
     if twice:  # the fused kernels have no second derivative
         return _by_matrix_products(query, key, value, *rest, **kwargs)
     if rank == 4:
@@ -86,7 +90,7 @@ def _attention_batch(
 ) -> torch.Tensor:
     """Without a gradient: leading axes of one sample and the sample axis become the batch axis of one call."""
     rank = max(query.dim(), key.dim(), value.dim())
-    if rank > 4 or dropout_p > 0 or batch.level.deferral is None and any(isinstance(batch.raw(t), Tracer) for t in (query, key, value)):
+    if rank > 4 or dropout_p > 0 or (batch.level.deferral is None and any(isinstance(batch.raw(t), Tracer) for t in (query, key, value))):
         return batch.physical(_by_matrix_products(query, key, value, attn_mask, dropout_p, is_causal, **kwargs))
     lifted = [_to_rank_4(t).expand(*_common(query, key, value), -1, -1) if rank < 4 else t for t in (query, key, value)]
     mask = _fold_mask(batch, attn_mask, query)
@@ -143,7 +147,15 @@ define(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, batch=
 
 
 def _cuda_flash_back(
-    out: Any, query: Any, key: Any, value: Any, dropout_p: float = 0.0, is_causal: bool = False, return_debug_mask: bool = False, *, scale: Any = None
+    out: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: Any = None,
 ) -> Any:
     result, logsumexp, cum_q, cum_k, max_q, max_k, seed, offset = out[:8]
 
@@ -159,7 +171,16 @@ def _cuda_flash_back(
 
 
 def _cuda_efficient_back(
-    out: Any, query: Any, key: Any, value: Any, bias: Any, compute_log_sumexp: bool, dropout_p: float = 0.0, is_causal: bool = False, *, scale: Any = None
+    out: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: Any = None,
 ) -> Any:
     result, logsumexp, seed, offset = out
 
@@ -186,10 +207,17 @@ def _fold_leading(kept: frozenset[int] = frozenset()) -> Any:
     """Fold the mapped tensors of a fused CUDA kernel; random state and sequence tables have no batch axis and stay."""
 
     def rule(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
-        full = [batch.raw(a)[0] if i in kept and batch.is_mapped(a) else batch.fold(a) if isinstance(a, torch.Tensor) and i not in kept else a for i, a in enumerate(args)]
+        full = [
+            batch.raw(a)[0] if i in kept and batch.is_mapped(a) else batch.fold(a) if isinstance(a, torch.Tensor) and i not in kept else a
+            for i, a in enumerate(args)
+        ]
         result = op(*full, **kwargs)
         return tuple(
-            batch.unfold(r) if isinstance(r, torch.Tensor) and r.dim() >= 3 else r.unsqueeze(0).expand(batch.size, *r.shape) if isinstance(r, torch.Tensor) else r
+            batch.unfold(r)
+            if isinstance(r, torch.Tensor) and r.dim() >= 3
+            else r.unsqueeze(0).expand(batch.size, *r.shape)
+            if isinstance(r, torch.Tensor)
+            else r
             for r in result
         )
 

@@ -28,7 +28,9 @@ elementwise(aten.pow.Scalar, x1=lambda out, b, x: lambda g: _pow_exponent(g, out
 elementwise(
     aten.pow.Tensor_Tensor,
     x0=lambda out, x, p: lambda g: g * conj(torch.where(p == 0, torch.zeros_like(out), p * x ** (p - 1))),
-    x1=lambda out, x, p: lambda g: g * conj(torch.where((x == 0) & (p.real >= 0 if p.is_complex() else p >= 0), torch.zeros_like(out), out * torch.log(x))),
+    x1=lambda out, x, p: (
+        lambda g: g * conj(torch.where((x == 0) & (p.real >= 0 if p.is_complex() else p >= 0), torch.zeros_like(out), out * torch.log(x)))
+    ),
 )
 elementwise(
     aten.addcmul.default,
@@ -53,7 +55,9 @@ elementwise(
     x1=lambda out, a, b, weight: lambda g: g * weight,
     x2=lambda out, a, b, weight: lambda g: g * (b - a),
 )
-elementwise(aten.atan2.default, x0=lambda out, y, x: lambda g: g * x / (x * x + y * y), x1=lambda out, y, x: lambda g: -g * y / (x * x + y * y))
+elementwise(
+    aten.atan2.default, x0=lambda out, y, x: lambda g: g * x / (x * x + y * y), x1=lambda out, y, x: lambda g: -g * y / (x * x + y * y)
+)
 elementwise(
     aten.hypot.default,
     x0=lambda out, x, y: lambda g: g * torch.where(out == 0, torch.zeros_like(out), x / out),
@@ -187,9 +191,7 @@ elementwise(
     x0=lambda out, x, alpha=1, scale=1, input_scale=1: lambda g: aten.elu_backward(g, alpha, scale, input_scale, False, x),
 )
 elementwise(aten.leaky_relu.default, x0=lambda out, x, slope=0.01: lambda g: aten.leaky_relu_backward(g, x, slope, False))
-elementwise(
-    aten.softplus.default, x0=lambda out, x, beta=1, threshold=20: lambda g: aten.softplus_backward(g, x, beta, threshold)
-)
+elementwise(aten.softplus.default, x0=lambda out, x, beta=1, threshold=20: lambda g: aten.softplus_backward(g, x, beta, threshold))
 elementwise(aten.softshrink.default, x0=lambda out, x, lambd=0.5: lambda g: aten.softshrink_backward(g, x, lambd))
 elementwise(aten.hardshrink.default, x0=lambda out, x, lambd=0.5: lambda g: aten.hardshrink_backward(g, x, lambd))
 elementwise(
@@ -236,7 +238,7 @@ for _op in (
 
 # -- constants and casts ------------------------------------------------------------------------------------------------------------
 
-for _name in "eq ne lt le gt ge".split():
+for _name in ["eq", "ne", "lt", "le", "gt", "ge"]:
     _packet = getattr(aten, _name)
     constant(_packet.Tensor, _packet.Scalar, batch=elementwise_batch)
 constant(
@@ -265,6 +267,7 @@ constant(
     batch=elementwise_batch,
 )
 
+
 def _exact_division(op: Any) -> Any:
     """`div` with a rounding mode is a step function; with the mode None it is a division."""
     return lambda level, args, kwargs: op(*args) if kwargs.get("rounding_mode") is None else None
@@ -291,6 +294,7 @@ define(aten.copy.default, vjp={1: _written}, batch=_overwrite_batch)
 define(aten.fill.Tensor, vjp={1: _written}, batch=_overwrite_batch)
 constant(aten.fill.Scalar, batch=_overwrite_batch)
 
+
 def _copied(batch: Any, op: Any, x: torch.Tensor, *, memory_format: Any = None, **kwargs: Any) -> torch.Tensor:
     """A memory format with channels last speaks of a sample's axes: the values are the same without it."""
     keep = memory_format in (None, torch.contiguous_format, torch.preserve_format)
@@ -315,12 +319,9 @@ def _in_place_batch(batch: Any, op: Any, target: torch.Tensor, *args: Any, **kwa
 
 
 for _op in (
-    *(getattr(aten, f"{_name}_").Tensor for _name in "add sub mul div".split()),
-    *(getattr(aten, f"{_name}_").Scalar for _name in "add sub mul div".split()),
-    *(getattr(aten, f"{_name}_").default for _name in (
-        "relu sigmoid tanh exp log sqrt rsqrt neg abs sin cos reciprocal floor ceil round hardtanh hardswish hardsigmoid "
-        "leaky_relu elu silu mish gelu clamp clamp_min clamp_max threshold zero addcmul addcdiv erf square logical_not"
-    ).split()),
+    *(getattr(aten, f"{_name}_").Tensor for _name in ["add", "sub", "mul", "div"]),
+    *(getattr(aten, f"{_name}_").Scalar for _name in ["add", "sub", "mul", "div"]),
+    *(getattr(aten, f"{_name}_").default for _name in ["relu", "sigmoid", "tanh", "exp", "log", "sqrt", "rsqrt", "neg", "abs", "sin", "cos", "reciprocal", "floor", "ceil", "round", "hardtanh", "hardswish", "hardsigmoid", "leaky_relu", "elu", "silu", "mish", "gelu", "clamp", "clamp_min", "clamp_max", "threshold", "zero", "addcmul", "addcdiv", "erf", "square", "logical_not"]),
     aten.pow_.Scalar, aten.pow_.Tensor, aten.copy_.default, aten.fill_.Scalar, aten.masked_fill_.Scalar, aten.masked_fill_.Tensor,
     aten.lerp_.Scalar, aten.lerp_.Tensor,
 ):  # fmt: skip

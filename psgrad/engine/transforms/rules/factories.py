@@ -29,7 +29,10 @@ def _new(batch: Any, op: Op, x: torch.Tensor, size: Any, *args: Any, **kwargs: A
 
 
 constant(aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default, aten.new_full.default, batch=_new)
-constant(aten.new_empty_strided.default, batch=lambda batch, op, x, size, stride, **kwargs: aten.new_empty.default(batch.physical(x), [batch.size, *size], **kwargs))
+constant(
+    aten.new_empty_strided.default,
+    batch=lambda batch, op, x, size, stride, **kwargs: aten.new_empty.default(batch.physical(x), [batch.size, *size], **kwargs),
+)
 
 # -- random draws: with randomness='different', one draw over all samples at once ------------------------------------------------
 
@@ -75,7 +78,14 @@ constant(aten.bernoulli.p, aten.uniform.default, aten.normal_functional.default,
 constant(aten.rand.default, aten.randn.default, aten.rand.generator, aten.randn.generator, batch=draw_shape(0))
 constant(aten.randint.default, aten.normal.float_float, batch=draw_shape(1))
 constant(aten.randint.low, batch=draw_shape(2))
-constant(aten.bernoulli.default, aten.normal.Tensor_Tensor, aten.normal.Tensor_float, aten.normal.float_Tensor, aten.poisson.default, batch=draw_with_parameters)
+constant(
+    aten.bernoulli.default,
+    aten.normal.Tensor_Tensor,
+    aten.normal.Tensor_float,
+    aten.normal.float_Tensor,
+    aten.poisson.default,
+    batch=draw_with_parameters,
+)
 constant(
     aten.randperm.default,
     aten.randperm.generator,

@@ -62,7 +62,9 @@ def _promoted(batch: Any, args: Any, tensors: list[torch.Tensor], rank: int) -> 
     scalars = [t for t in tensors if t.dim() == 0]
     if rank == 0 or not any(batch.is_mapped(t) for t in scalars):
         return list(args)
-    dtype = torch.result_type(torch.empty((1,) * rank, dtype=_joint([t for t in tensors if t.dim()])), torch.empty((), dtype=_joint(scalars)))
+    dtype = torch.result_type(
+        torch.empty((1,) * rank, dtype=_joint([t for t in tensors if t.dim()])), torch.empty((), dtype=_joint(scalars))
+    )
     return [
         batch.level.lift(batch.physical(a).to(dtype))
         if isinstance(a, torch.Tensor) and a.dim() == 0 and batch.is_mapped(a) and a.dtype != dtype and a.dtype != torch.bool

@@ -143,7 +143,9 @@ def _index_select_back(out: torch.Tensor, x: torch.Tensor, dim: int, index: torc
 define(aten.index_select.default, vjp={0: _index_select_back}, batch=_index_select_batch)
 
 
-def _index_add_batch(batch: Any, op: Op, x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: Any = 1) -> torch.Tensor:
+def _index_add_batch(
+    batch: Any, op: Op, x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: Any = 1
+) -> torch.Tensor:
     dim = wrap_dim(dim, x.dim())
     if not batch.is_mapped(index):
         return op(batch.physical(x), dim + 1, index, batch.physical(source), alpha=alpha)
@@ -225,7 +227,9 @@ def _index_put_batch(
     physical = batch.physical(x)
     if any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
         _sample_places(batch, x, indices)  # refuses masks that differ between samples
-        indices = [part for i in indices for part in (i.nonzero().unbind(1) if i is not None and i.dtype in (torch.bool, torch.uint8) else [i])]
+        indices = [
+            part for i in indices for part in (i.nonzero().unbind(1) if i is not None and i.dtype in (torch.bool, torch.uint8) else [i])
+        ]
     full = [
         index if index is not None else torch.arange(x.shape[i], device=x.device)
         for i, index in enumerate([*indices, *[None] * (x.dim() - len(indices))])
@@ -234,7 +238,14 @@ def _index_put_batch(
 
 
 def _explicit_put(
-    batch: Any, op: Op, physical: torch.Tensor, x: torch.Tensor, indices: Sequence[Any], full: list[torch.Tensor], values: torch.Tensor, accumulate: bool
+    batch: Any,
+    op: Op,
+    physical: torch.Tensor,
+    x: torch.Tensor,
+    indices: Sequence[Any],
+    full: list[torch.Tensor],
+    values: torch.Tensor,
+    accumulate: bool,
 ) -> torch.Tensor:
     """Every axis gets an index of its own, so that the sample index can join them without moving axes about."""
     given = [i for i, index in enumerate(indices) if index is not None]
@@ -268,15 +279,17 @@ define(
     aten.index_put.default,
     aten._unsafe_index_put.default,
     vjp={
-        0: lambda out, x, indices, values, accumulate=False: lambda g: (
-            g if accumulate else aten.index_put.default(g, indices, torch.zeros((), dtype=g.dtype, device=g.device), False)
+        0: lambda out, x, indices, values, accumulate=False: (
+            lambda g: g if accumulate else aten.index_put.default(g, indices, torch.zeros((), dtype=g.dtype, device=g.device), False)
         ),
         2: _index_put_source,
     },
     batch=_index_put_batch,
 )
 define(aten.index_put_.default, batch=_index_put_batch)
-define(aten._unsafe_index.Tensor, vjp={0: _index_back}, batch=lambda batch, op, x, indices: _index_batch(batch, aten.index.Tensor, x, indices))
+define(
+    aten._unsafe_index.Tensor, vjp={0: _index_back}, batch=lambda batch, op, x, indices: _index_batch(batch, aten.index.Tensor, x, indices)
+)
 
 # -- triangles, searching -----------------------------------------------------------------------------------------------------------------
 

@@ -28,11 +28,7 @@ for _forward, _backward in (
 ):
     define(
         _forward,
-        vjp={
-            0: lambda out, x, dim, half_to_float, backward=_backward: (
-                lambda g, dtype=x.dtype: backward(g, out, dim, dtype)
-            )
-        },
+        vjp={0: lambda out, x, dim, half_to_float, backward=_backward: lambda g, dtype=x.dtype: backward(g, out, dim, dtype)},
         batch=_softmax_batch,
     )
     define(_backward, batch=_softmax_backward_batch)
@@ -118,5 +114,3 @@ def _binary_cross_entropy_with_logits(
     softplus = aten.softplus.default(-x)
     loss = (1 - y) * x + (softplus if pos_weight is None else (1 + (pos_weight - 1) * y) * softplus)
     return reduced(loss if weight is None else loss * weight, reduction)
-
-

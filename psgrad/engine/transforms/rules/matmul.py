@@ -37,7 +37,11 @@ def _linear_bias(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias:
 
 def _linear_batch(batch: Any, op: Op, x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
     if batch.is_mapped(weight):
-        out = _matmul_batch(batch, aten.matmul.default, x, weight.t()) if weight.dim() == 2 else (batch.aligned(x, 1) * batch.raw(weight)).sum(-1)
+        out = (
+            _matmul_batch(batch, aten.matmul.default, x, weight.t())
+            if weight.dim() == 2
+            else (batch.aligned(x, 1) * batch.raw(weight)).sum(-1)
+        )
         return out if bias is None else out + batch.aligned(bias, out.dim() - 1)
     if batch.is_mapped(bias):
         return op(batch.physical(x), weight) + batch.aligned(bias, x.dim())
@@ -130,7 +134,9 @@ def _scaled_sum(bias: torch.Tensor, product: torch.Tensor, beta: Any, alpha: Any
 def _matmul_left(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     shape, dtype, matrix = a.shape, a.dtype, a.dim() == 2
     if matrix and b.dim() > 2:  # one matrix for all of b: a contraction over all columns of all of b
-        return lambda g: aten.mm.default(rows(g.transpose(-2, -1)).t(), conj(rows(b.transpose(-2, -1).expand(*g.shape[:-2], *b.shape[:-3:-1]))))
+        return lambda g: aten.mm.default(
+            rows(g.transpose(-2, -1)).t(), conj(rows(b.transpose(-2, -1).expand(*g.shape[:-2], *b.shape[:-3:-1])))
+        )
     return lambda g: sum_to(aten.matmul.default(g, h(b)), shape, dtype)
 
 

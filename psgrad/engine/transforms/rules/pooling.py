@@ -33,7 +33,9 @@ def _max_pool_back(backward: Op, spatial: int) -> Any:
             return default if value in ((), []) else [value] * spatial if isinstance(value, int) else value
 
         return lambda gs: (
-            backward(gs[0], x, kernel, fill(stride, kernel), fill(padding, 0), fill(dilation, 1), ceil_mode, out[1]) if gs[0] is not None else None
+            backward(gs[0], x, kernel, fill(stride, kernel), fill(padding, 0), fill(dilation, 1), ceil_mode, out[1])
+            if gs[0] is not None
+            else None
         )
 
     return make
@@ -44,8 +46,16 @@ define(aten.max_pool3d_with_indices.default, vjp={0: _max_pool_back(aten.max_poo
 define(aten.max_pool2d_with_indices_backward.default, batch=pooled(2))
 define(aten.max_pool3d_with_indices_backward.default, batch=pooled(3))
 
-define(aten.adaptive_max_pool2d.default, vjp={0: lambda out, x, size: lambda gs: aten.adaptive_max_pool2d_backward.default(gs[0], x, out[1]) if gs[0] is not None else None}, batch=pooled(2))
-define(aten.adaptive_max_pool3d.default, vjp={0: lambda out, x, size: lambda gs: aten.adaptive_max_pool3d_backward.default(gs[0], x, out[1]) if gs[0] is not None else None}, batch=pooled(3))
+define(
+    aten.adaptive_max_pool2d.default,
+    vjp={0: lambda out, x, size: lambda gs: aten.adaptive_max_pool2d_backward.default(gs[0], x, out[1]) if gs[0] is not None else None},
+    batch=pooled(2),
+)
+define(
+    aten.adaptive_max_pool3d.default,
+    vjp={0: lambda out, x, size: lambda gs: aten.adaptive_max_pool3d_backward.default(gs[0], x, out[1]) if gs[0] is not None else None},
+    batch=pooled(3),
+)
 define(aten.adaptive_max_pool2d_backward.default, batch=pooled(2))
 define(aten.adaptive_max_pool3d_backward.default, batch=pooled(3))
 
@@ -71,7 +81,15 @@ define(aten.avg_pool2d.default, vjp={0: _avg_back(aten.avg_pool2d_backward.defau
 define(aten.avg_pool3d.default, vjp={0: _avg_back(aten.avg_pool3d_backward.default)}, batch=pooled(3))
 define(aten.avg_pool2d_backward.default, batch=pooled(2))
 define(aten.avg_pool3d_backward.default, batch=pooled(3))
-define(aten._adaptive_avg_pool2d.default, vjp={0: lambda out, x, size: lambda g: aten._adaptive_avg_pool2d_backward.default(g, x)}, batch=pooled(2))
-define(aten._adaptive_avg_pool3d.default, vjp={0: lambda out, x, size: lambda g: aten._adaptive_avg_pool3d_backward.default(g, x)}, batch=pooled(3))
+define(
+    aten._adaptive_avg_pool2d.default,
+    vjp={0: lambda out, x, size: lambda g: aten._adaptive_avg_pool2d_backward.default(g, x)},
+    batch=pooled(2),
+)
+define(
+    aten._adaptive_avg_pool3d.default,
+    vjp={0: lambda out, x, size: lambda g: aten._adaptive_avg_pool3d_backward.default(g, x)},
+    batch=pooled(3),
+)
 define(aten._adaptive_avg_pool2d_backward.default, batch=pooled(2))
 define(aten._adaptive_avg_pool3d_backward.default, batch=pooled(3))

@@ -33,7 +33,11 @@ def full(op: Op) -> Callable[..., Any]:
 
     def rule(batch: Any, _: Op, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         physical = batch.physical(x)
-        return op(physical, list(range(1, physical.dim())), False, **kwargs) if physical.dim() > 1 else op(physical.unsqueeze(1), [1], False, **kwargs)
+        return (
+            op(physical, list(range(1, physical.dim())), False, **kwargs)
+            if physical.dim() > 1
+            else op(physical.unsqueeze(1), [1], False, **kwargs)
+        )
 
     return rule
 
@@ -130,7 +134,13 @@ def _pick_back(dim_position: int) -> Any:
 
 define(aten.max.dim, aten.min.dim, vjp={0: _pick_back(1)}, batch=shifted(1))
 define(aten.sort.default, vjp={0: _pick_back(1)}, batch=shifted(1, defaults={1: -1}))
-define(aten.sort.stable, vjp={0: _pick_back(1)}, batch=lambda batch, op, x, *, stable, dim=-1, descending=False: op(batch.physical(x), stable=stable, dim=wrap_dim(dim, x.dim()) + 1, descending=descending))
+define(
+    aten.sort.stable,
+    vjp={0: _pick_back(1)},
+    batch=lambda batch, op, x, *, stable, dim=-1, descending=False: op(
+        batch.physical(x), stable=stable, dim=wrap_dim(dim, x.dim()) + 1, descending=descending
+    ),
+)
 define(aten.topk.default, vjp={0: _pick_back(2)}, batch=shifted(2, defaults={2: -1}))
 define(aten.kthvalue.default, vjp={0: _pick_back(2)}, batch=shifted(2, defaults={2: -1}))
 define(aten.median.dim, vjp={0: _pick_back(1)}, batch=shifted(1))
@@ -163,7 +173,11 @@ def _products_of_others(x: torch.Tensor, dim: int) -> torch.Tensor:
     return before * after
 
 
-define(aten.prod.default, vjp={0: _prod_back}, batch=lambda batch, op, x, **kwargs: aten.prod.dim_int(batch.physical(x).reshape(batch.size, -1), 1, **kwargs))
+define(
+    aten.prod.default,
+    vjp={0: _prod_back},
+    batch=lambda batch, op, x, **kwargs: aten.prod.dim_int(batch.physical(x).reshape(batch.size, -1), 1, **kwargs),
+)
 define(aten.prod.dim_int, vjp={0: _prod_dim_back}, batch=shifted(1))
 
 

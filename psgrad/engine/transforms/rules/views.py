@@ -29,9 +29,17 @@ def _view_batch(batch: Any, op: Op, x: torch.Tensor, size: Sequence[int]) -> tor
 
 
 define(aten.view.default, aten._unsafe_view.default, vjp={0: _back_to_shape}, batch=_view_batch)
-define(aten._reshape_alias.default, vjp={0: _back_to_shape}, batch=lambda batch, op, x, size, stride: _view_batch(batch, aten.reshape.default, x, size))
+define(
+    aten._reshape_alias.default,
+    vjp={0: _back_to_shape},
+    batch=lambda batch, op, x, size, stride: _view_batch(batch, aten.reshape.default, x, size),
+)
 define(aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default, vjp={0: _back_to_shape})
-define(aten.squeeze.default, vjp={0: _back_to_shape}, batch=lambda batch, op, x: _view_batch(batch, aten.view.default, x, [s for s in x.shape if s != 1]))
+define(
+    aten.squeeze.default,
+    vjp={0: _back_to_shape},
+    batch=lambda batch, op, x: _view_batch(batch, aten.view.default, x, [s for s in x.shape if s != 1]),
+)
 
 
 def _squeeze_batch(batch: Any, op: Op, x: torch.Tensor, dims: Any) -> torch.Tensor:
@@ -147,8 +155,8 @@ define(
     aten.slice.Tensor,
     vjp={
         0: _shape_of(
-            lambda shape, dim=0, start=None, end=None, step=1: lambda g: aten.slice_backward.default(
-                g, shape, dim, *_slice_bounds(shape[dim], start, end), step
+            lambda shape, dim=0, start=None, end=None, step=1: (
+                lambda g: aten.slice_backward.default(g, shape, dim, *_slice_bounds(shape[dim], start, end), step)
             )
         )
     },
@@ -175,11 +183,7 @@ define(
 )
 define(
     aten.diagonal.default,
-    vjp={
-        0: _shape_of(
-            lambda shape, offset=0, dim1=0, dim2=1: lambda g: aten.diagonal_backward.default(g, shape, offset, dim1, dim2)
-        )
-    },
+    vjp={0: _shape_of(lambda shape, offset=0, dim1=0, dim2=1: lambda g: aten.diagonal_backward.default(g, shape, offset, dim1, dim2))},
     batch=shifted(2, 3, defaults={2: 0, 3: 1}),
 )
 define(
@@ -198,8 +202,8 @@ def _scatter_batch(batch: Any, op: Op, x: torch.Tensor, source: torch.Tensor, di
 define(
     aten.select_scatter.default,
     vjp={
-        0: lambda out, x, source, dim, index: lambda g: aten.select_scatter.default(
-            g, torch.zeros_like(aten.select.int(g, dim, index)), dim, index
+        0: lambda out, x, source, dim, index: (
+            lambda g: aten.select_scatter.default(g, torch.zeros_like(aten.select.int(g, dim, index)), dim, index)
         ),
         1: lambda out, x, source, dim, index: lambda g: aten.select.int(g, dim, index),
     },
@@ -216,7 +220,9 @@ define(
 define(
     aten.diagonal_scatter.default,
     vjp={
-        0: lambda out, x, source, *where: lambda g: aten.diagonal_scatter.default(g, torch.zeros_like(aten.diagonal.default(g, *where)), *where),
+        0: lambda out, x, source, *where: (
+            lambda g: aten.diagonal_scatter.default(g, torch.zeros_like(aten.diagonal.default(g, *where)), *where)
+        ),
         1: lambda out, x, source, *where: lambda g: aten.diagonal.default(g, *where),
     },
     batch=lambda batch, op, x, source, offset=0, dim1=0, dim2=1: op(
@@ -274,7 +280,9 @@ def _cat_batch(batch: Any, op: Op, tensors: Sequence[torch.Tensor], dim: int = 0
     return op([batch.physical(t) for t in tensors if t.dim() == rank or t.numel()], wrap_dim(dim, rank) + 1)
 
 
-def _stack_back(out: torch.Tensor, tensors: Sequence[torch.Tensor], dim: int = 0) -> Callable[[int], Callable[[torch.Tensor], torch.Tensor]]:
+def _stack_back(
+    out: torch.Tensor, tensors: Sequence[torch.Tensor], dim: int = 0
+) -> Callable[[int], Callable[[torch.Tensor], torch.Tensor]]:
     dtypes = [t.dtype for t in tensors]
     return lambda place: lambda g: aten.select.int(g, dim, place).to(dtypes[place])
 
@@ -327,7 +335,14 @@ def write_through(op: Op, base: Any, new: Any, rest: tuple[Any, ...], kwargs: di
 
     None where a write through this kind of view is not supported (an expanded tensor has several elements at one place).
     """
-    if op in (aten.view.default, aten._unsafe_view.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default):
+    if op in (
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.unsqueeze.default,
+    ):
         return new.reshape(base.shape)
     if op is aten.t.default:
         return aten.t.default(new)

@@ -1,0 +1,193 @@
+"""A dataset of any size, chunk by chunk: each chunk's deferred gradients go to the measures, and their columns come out.
+
+The numbers do not depend on the chunk size. When memory runs out, the chunk that failed is halved and tried again; chunks that
+are done stay done.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+
+from psgrad.engine.gradients.per_sample import PerSampleGradients, per_sample_gradients
+from psgrad.errors import ModelError, PsgradError
+
+# Without a better estimate: what activations and intermediates take, as a multiple of the factors that are kept.
+_ROOM_PER_FACTOR_BYTE = 4
+_PROBE = 8
+_LARGEST_AUTO_CHUNK = 1024
+
+
+class Batch(Protocol):
+    """Neighbouring rows of a dataset, stacked on the CPU, sample axis first."""
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]: ...
+
+    @property
+    def target(self) -> torch.Tensor | None: ...
+
+
+class Measure(Protocol):
+    """Something that is computed from deferred gradients, sample by sample."""
+
+    def columns(self, gradients: PerSampleGradients) -> dict[str, torch.Tensor]:
+        """name -> [n], for the samples of one chunk, which come in dataset order."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What the measures said of the rows start, ..., stop - 1."""
+
+    start: int
+    stop: int
+    values: dict[str, torch.Tensor]
+
+
+class Stream:
+    """The gradients of rows of a dataset, in chunks that fit in memory.
+
+    Args:
+        loss: (params, inputs, target) of one sample to (loss, aux); see Objective.
+        params: name -> parameter, on the device to compute on.
+        read: (start, stop) to the rows in between.
+        chunk_size: samples at a time; 'auto' takes a small chunk first and sizes the next ones by it.
+        randomness: as for vmap.
+        say: told about each retry, in a sentence.
+    """
+
+    def __init__(
+        self,
+        loss: Callable[..., Any],
+        params: dict[str, torch.Tensor],
+        read: Callable[[int, int], Batch],
+        *,
+        chunk_size: int | Literal["auto"] = "auto",
+        randomness: str = "error",
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.loss, self.params, self.read, self.randomness, self.say = loss, params, read, randomness, say
+        reference = next(iter(params.values()))
+        self.device, self.dtype = reference.device, reference.dtype
+        self.automatic = chunk_size == "auto"
+        self.chunk_size = _PROBE if chunk_size == "auto" else int(chunk_size)
+        self.retries = 0
+
+    def gradients(self, start: int, stop: int) -> PerSampleGradients:
+        """The deferred gradients of the rows start, ..., stop - 1, all at once."""
+        return self.gradients_of(*self.load(start, stop))
+
+    def load(self, start: int, stop: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
+        """The inputs and the target of the rows start, ..., stop - 1, on the device and in the dtype of the parameters."""
+        batch = self.read(start, stop)
+        return tuple(self._placed(x) for x in batch.inputs), None if batch.target is None else self._placed(batch.target)
+
+    def gradients_of(self, inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None) -> PerSampleGradients:
+        """The deferred gradients of rows that are loaded."""
+        in_dims = (0, None if target is None else 0)
+        return per_sample_gradients(
+            self.loss, self.params, inputs, target, in_dims=in_dims, has_aux=True, randomness=self.randomness
+        )
+
+    def run(self, count: int, measures: Sequence[Measure]) -> Iterator[Columns]:
+        """The measures' columns for the rows 0, ..., count - 1, in order."""
+        start = 0
+        while start < count:
+            stop = min(start + self.chunk_size, count)
+            values = self._attempt(start, stop, measures)
+            if values is None:
+                self.chunk_size = max(1, (stop - start) // 2)
+                self.automatic = False
+                self.retries += 1
+                self.say(f"out of memory with {stop - start} samples at a time (rows {start} to {stop - 1}); going on with {self.chunk_size}")
+                continue
+            yield Columns(start, stop, values)
+            start = stop
+
+    def _placed(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(self.device, self.dtype if x.is_floating_point() else None)
+
+    def _attempt(self, start: int, stop: int, measures: Sequence[Measure]) -> dict[str, torch.Tensor] | None:
+        """The columns of one chunk; None where memory ran out. The failed attempt's memory is free again on return."""
+        try:
+            gradients = self.gradients(start, stop)
+            if self.automatic:
+                self._size_chunks(gradients)
+            values: dict[str, torch.Tensor] = {}
+            for measure in measures:
+                values.update({name: column.detach().cpu() for name, column in measure.columns(gradients).items()})
+            return values
+        except PsgradError:
+            raise
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise self._failure(error, start, stop) from error
+            if stop - start == 1:
+                raise _too_large(start, error) from error
+        # Outside the handler: the traceback, and with it every tensor of the attempt, is gone.
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return None
+
+    def _size_chunks(self, gradients: PerSampleGradients) -> None:
+        """The chunk size that a quarter of the free memory allows, by what the first chunk's factors took."""
+        self.automatic = False
+        kept = sum(f.numel() * f.element_size() for g in gradients.gradients.values() for p in g.terms for f in p.term.factors)
+        each = max(1, kept // max(len(gradients), 1)) * _ROOM_PER_FACTOR_BYTE
+        self.chunk_size = max(1, min(_LARGEST_AUTO_CHUNK, free_memory(self.device) // 4 // each))
+        if self.device.type == "cpu":
+            # past the caches' size larger chunks only cost memory
+            self.chunk_size = max(1, min(self.chunk_size, max(_PROBE, _CPU_CHUNK_BYTES // each)))
+
+    def _failure(self, error: Exception, start: int, stop: int) -> PsgradError:
+        """The model or the loss raised: find the first row that does it, and say so."""
+        row, cause = start, error
+        if stop - start > 1:
+            for row in range(start, stop):
+                try:
+                    self.gradients(row, row + 1)
+                except Exception as single:
+                    cause = single
+                    break
+            else:
+                row, cause = start, error
+        return ModelError(
+            f"the model or the loss raised {type(cause).__name__} on row {row}: {str(cause).splitlines()[0] if str(cause) else ''}",
+            expected="a forward pass that works for a batch of one, from the columns that the config names",
+            cause="an input of another shape or range than the model takes (a token beyond the vocabulary, another image size)",
+            next_step="call the model on this row by hand; check data.inputs and data.target",
+        )
+
+
+_CPU_CHUNK_BYTES = 256 << 20
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory ran out, on a GPU or on the CPU."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can be taken now."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return 2 << 30
+
+
+def _too_large(row: int, error: Exception) -> PsgradError:
+    return ModelError(
+        f"memory ran out on row {row} alone: {str(error).splitlines()[0]}",
+        expected="room for one sample's forward and backward pass",
+        next_step="use a device with more memory, or engine.dtype: bfloat16",
+    )

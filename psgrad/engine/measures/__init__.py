@@ -1,0 +1,1 @@
+"""Measures: what is computed from deferred gradients sample by sample, one file each."""

@@ -1,0 +1,81 @@
+"""The norm of each sample's gradient, in all parameters and parameter by parameter."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from psgrad.engine.gradients import PerSampleGradients
+
+
+class GradientNorms:
+    """Columns `loss` and `grad_norm` (the L2 norm of the gradient of a sample's loss in all parameters, in units of loss).
+
+    Besides, it keeps the distribution of the norm in each parameter, over all samples with finite numbers, in bounded memory.
+    """
+
+    def __init__(self) -> None:
+        self.parameters: dict[str, NormDistribution] = {}
+        self.computed_as: dict[str, str] = {}
+
+    def columns(self, gradients: PerSampleGradients) -> dict[str, torch.Tensor]:
+        squares = gradients.square_norms(per="parameter")
+        total = torch.stack(list(squares.values())).sum(0)
+        finite = torch.isfinite(total) & torch.isfinite(gradients.losses)
+        for name, square in squares.items():
+            self.parameters.setdefault(name, NormDistribution()).add(square[finite].sqrt().cpu())
+        self.computed_as = gradients.describe()
+        return {"loss": gradients.losses.double(), "grad_norm": total.sqrt()}
+
+
+class NormDistribution:
+    """Mean, spread, extremes and quantiles of non-negative numbers that pass by once.
+
+    Mean and variance are updated as in Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
+    Variances" (1979). Quantiles come from a histogram with 64 bins a decade, so they are right to 2 %.
+    """
+
+    _PER_DECADE = 64
+    _LOWEST = -24  # decades; smaller numbers, zero among them, are counted in the first bin
+    _HIGHEST = 24
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.mean = 0.0
+        self._squares = 0.0  # sum of squared deviations from the mean
+        self.mean_square = 0.0
+        self.minimum = math.inf
+        self.maximum = -math.inf
+        self._bins = torch.zeros((self._HIGHEST - self._LOWEST) * self._PER_DECADE + 1, dtype=torch.int64)
+
+    def add(self, values: torch.Tensor) -> None:
+        """values: [n], non-negative and finite."""
+        values = values.double()
+        n = len(values)
+        if not n:
+            return
+        mean = float(values.mean())
+        difference, total = mean - self.mean, self.count + n
+        self._squares += float((values - mean).square().sum()) + difference**2 * self.count * n / total
+        self.mean += difference * n / total
+        self.mean_square += (float(values.square().mean()) - self.mean_square) * n / total
+        self.count = total
+        self.minimum = min(self.minimum, float(values.min()))
+        self.maximum = max(self.maximum, float(values.max()))
+        places = ((values.log10() - self._LOWEST) * self._PER_DECADE).floor().clamp(-1, len(self._bins) - 2) + 1
+        self._bins += torch.bincount(places.long(), minlength=len(self._bins))
+
+    @property
+    def std(self) -> float:
+        """The sample standard deviation; NaN for fewer than two values."""
+        return math.sqrt(self._squares / (self.count - 1)) if self.count > 1 else math.nan
+
+    def quantile(self, q: float) -> float:
+        """The value under which a share q lies; the middle of its bin, inside the extremes."""
+        if not self.count:
+            return math.nan
+        place = int(torch.searchsorted(self._bins.cumsum(0), max(1, math.ceil(q * self.count))))
+        middle = 0.0 if place == 0 else 10 ** (self._LOWEST + (place - 0.5) / self._PER_DECADE)
+        return min(max(middle, self.minimum), self.maximum)
+

@@ -1,0 +1,51 @@
+"""What the model said of a sample, in one number or two: small enough to keep for every row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from psgrad.engine.gradients import PerSampleGradients
+
+Summary = Callable[[Any, Any], dict[str, torch.Tensor]]
+
+
+class Predictions:
+    """The columns that an Objective's summary made, as they are."""
+
+    def columns(self, gradients: PerSampleGradients) -> dict[str, torch.Tensor]:
+        return dict(gradients.aux)
+
+
+def summary_for(kind: str, ignore_index: int = -100) -> Summary | None:
+    """The summary that fits a kind of loss; None where nothing is known about the output.
+
+    'class': `prediction`, the most likely class, and `confidence`, its probability. 'token': `token_accuracy`, the share of
+    positions that are predicted right. 'binary': `prediction`, the probability. 'value': `prediction`. All are for outputs of one
+    number or one vector of classes; larger outputs have no single prediction.
+    """
+    return {
+        "class": _class_summary,
+        "token": lambda output, target: _token_summary(output, target, ignore_index),
+        "binary": lambda output, target: _number(torch.sigmoid(output)),
+        "value": lambda output, target: _number(output),
+    }.get(kind)
+
+
+def _class_summary(output: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+    if output.dim() != 1:
+        return {}
+    probabilities = torch.softmax(output.detach(), 0)
+    return {"prediction": probabilities.argmax(), "confidence": probabilities.amax()}
+
+
+def _token_summary(output: torch.Tensor, target: torch.Tensor, ignore_index: int) -> dict[str, torch.Tensor]:
+    counted = target != ignore_index
+    right = (output.detach().argmax(-1) == target) & counted
+    return {"token_accuracy": right.sum() / counted.sum().clamp(min=1)}
+
+
+def _number(output: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"prediction": output.detach().reshape(())} if output.numel() == 1 else {}

@@ -1,0 +1,280 @@
+"""Each command's whole way, on one screen: from a config to a run folder. The command line and the Python API both call these."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import nn
+
+import psgrad
+from psgrad.config import Config
+from psgrad.engine.gradients.streaming import Stream
+from psgrad.engine.measures.norms import GradientNorms
+from psgrad.engine.measures.predictions import Predictions, summary_for
+from psgrad.engine.objective import Objective
+from psgrad.engine.verify import SelfCheck, self_check
+from psgrad.errors import ConfigError
+from psgrad.inputs.data import load_data
+from psgrad.inputs.losses import Criterion, check_targets, resolve_loss
+from psgrad.inputs.models import LoadedModel, load_model
+from psgrad.inputs.samples import Block, Samples
+from psgrad.reports.write import write_report
+from psgrad.results import PARAMETER_COLUMNS, AnalyzeResult, Progress, TopSample, rank_samples, top_samples
+from psgrad.storage import RunFolder
+
+# Finished rows are made durable this often: what a crash or a full disk can cost.
+_ROWS_PER_SHARD = 4096
+_SECONDS_PER_SHARD = 30.0
+_PICTURES = 40
+
+Say = Callable[[Progress], None]
+
+
+def analyze(config: Config, *, overwrite: bool = False, progress: Say = lambda _: None) -> AnalyzeResult:
+    """Rank the samples of a dataset by the norm of their gradient: the whole of `psgrad analyze`.
+
+    Raises PsgradError for everything that can be wrong with the config, the model, the data or the disk. What is finished by
+    then stays in the run folder.
+    """
+    clock = Clock()
+    with clock("load"):
+        device, dtype = pick_device(config.engine.device), getattr(torch, config.engine.dtype)
+        loaded = load_model(config.model, config.base)
+        criterion = resolve_loss(config.loss, config.base)
+        samples = load_data(config.data, config.base)
+        model = loaded.model.to(device, dtype)
+        objective = Objective(model, criterion.function, summary_for(criterion.kind, criterion.ignore_index))
+        read = checked_reader(samples, criterion, lambda: class_count(model, criterion, samples, device, dtype))
+        stream = Stream(
+            objective.loss,
+            objective.params,
+            read,
+            chunk_size=config.engine.chunk_size,
+            randomness="different" if model.training else "error",
+            say=lambda message: progress(Progress(0, len(samples), "samples", message)),
+        )
+    with clock("self-check"):
+        check = None if draws_at_random(model) else self_check(objective, stream, len(samples), config.engine.verify)
+    folder = RunFolder.create(config.output, overwrite)
+    facts = describe_run(config, loaded, criterion, samples, device, check)
+    with recorded(folder, facts, clock):
+        norms = GradientNorms()
+        with clock("gradients"):
+            rows = collect(stream, samples, [norms, Predictions()], folder, progress)
+        with clock("tables"):
+            frame = rank_samples(rows, config.analyze.review_fraction)
+            parameters = parameter_table(norms, objective.params)
+            folder.finish_samples(frame)
+            folder.write_table("parameters.parquet", parameters)
+        facts["engine"] |= {"chunk_size": stream.chunk_size, "out_of_memory_retries": stream.retries}
+        facts["counts"] = {"samples": len(frame), "nonfinite": int((frame["status"] != "ok").sum())}
+        facts["timings"] = clock.seconds
+        inputs = top_inputs(samples, frame, max(_PICTURES, config.analyze.top)) if config.report.include_inputs else []
+        result = AnalyzeResult(frame, parameters, facts, folder.path, inputs, config.data.class_names)
+        with clock("report"):
+            write_report(result, folder.write_bytes)
+    return result
+
+
+# -- the steps ------------------------------------------------------------------------------------------------------------------------
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of a config; 'auto' is a GPU where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            f"engine.device: {name!r} can't be used: {str(error).splitlines()[0]}",
+            expected="auto, cpu, cuda or cuda:N",
+            next_step="set engine.device: auto, or install a PyTorch build for this device",
+        ) from error
+    return device
+
+
+def checked_reader(samples: Samples, criterion: Criterion, classes: Callable[[], int | None]) -> Callable[[int, int], Block]:
+    """Reads blocks whose targets fit the loss. Where all targets are at hand they are checked now, before any work."""
+    known = classes()
+    if samples.targets is not None:
+        check_targets(criterion, torch.as_tensor(samples.targets), known)
+        return samples.read
+
+    def read(start: int, stop: int) -> Block:
+        block = samples.read(start, stop)
+        check_targets(criterion, block.target, known, first_row=start)
+        return block
+
+    return read
+
+
+def class_count(model: nn.Module, criterion: Criterion, samples: Samples, device: torch.device, dtype: torch.dtype) -> int | None:
+    """The size of the output's class axis, from one sample; None where the loss knows no classes, or the model fails (told later)."""
+    if criterion.kind not in ("class", "token"):
+        return None
+    block = samples.read(0, 1)
+    try:
+        with torch.no_grad():
+            output = model(*[x.to(device, dtype if x.is_floating_point() else None) for x in block.inputs])
+    except Exception:
+        return None
+    if not isinstance(output, torch.Tensor) or output.dim() < 2:
+        return None
+    return int(output.shape[-1 if criterion.kind == "token" else 1])
+
+
+def draws_at_random(model: nn.Module) -> bool:
+    """Whether two calls of the model differ: then a plain gradient is no witness, as it draws anew."""
+    dropout = nn.modules.dropout._DropoutNd
+    return any(isinstance(m, dropout) and m.training and m.p > 0 for m in model.modules())
+
+
+def collect(stream: Stream, samples: Samples, measures: list[Any], folder: RunFolder, progress: Say) -> pd.DataFrame:
+    """One row a sample, in dataset order; finished rows go to the run folder as shards on the way."""
+    done: list[pd.DataFrame] = []
+    waiting: list[pd.DataFrame] = []
+    last = time.monotonic()
+
+    def keep() -> None:
+        if waiting:
+            done.append(pd.concat(waiting, ignore_index=True))
+            folder.append_rows(done[-1])
+            waiting.clear()
+
+    progress(Progress(0, len(samples), "samples"))
+    for columns in stream.run(len(samples), measures):
+        rows = slice(columns.start, columns.stop)
+        waiting.append(
+            pd.DataFrame(
+                {
+                    "id": samples.ids[rows],
+                    "index": np.arange(columns.start, columns.stop),
+                    **({"target": samples.targets[rows]} if samples.targets is not None else {}),
+                    **{name: column.numpy() for name, column in columns.values.items()},
+                }
+            )
+        )
+        progress(Progress(columns.stop, len(samples), "samples"))
+        if sum(map(len, waiting)) >= _ROWS_PER_SHARD or time.monotonic() - last > _SECONDS_PER_SHARD:
+            keep()
+            last = time.monotonic()
+    keep()
+    return pd.concat(done, ignore_index=True)
+
+
+def parameter_table(norms: GradientNorms, params: dict[str, torch.Tensor]) -> pd.DataFrame:
+    """One row a parameter: the distribution of the samples' gradient norms in it, and its share of the mean squared norm."""
+    total = sum(d.mean_square for d in norms.parameters.values())
+    rows = [
+        {
+            "parameter": name,
+            "module": name.rpartition(".")[0],
+            "shape": "x".join(map(str, params[name].shape)) or "scalar",
+            "numel": params[name].numel(),
+            "mean_norm": d.mean if d.count else np.nan,
+            "std_norm": d.std,
+            "min_norm": d.minimum if d.count else np.nan,
+            "q05": d.quantile(0.05),
+            "median": d.quantile(0.5),
+            "q95": d.quantile(0.95),
+            "max_norm": d.maximum if d.count else np.nan,
+            "share": d.mean_square / total if total else np.nan,
+            "computed_as": norms.computed_as[name],
+        }
+        for name, d in norms.parameters.items()
+    ]
+    return pd.DataFrame(rows, columns=list(PARAMETER_COLUMNS))
+
+
+def top_inputs(samples: Samples, frame: pd.DataFrame, count: int) -> list[TopSample]:
+    """The inputs of the samples with the largest norms, as far as a person can look at them."""
+    found = []
+    for row, sample_id in top_samples(frame, count)[["index", "id"]].itertuples(index=False):
+        text = samples.describe(int(row))
+        image = as_image(samples.read(int(row), int(row) + 1).inputs) if text is None else None
+        found.append(TopSample(sample_id, image, text))
+    return found if any(sample.image is not None or sample.text is not None for sample in found) else []
+
+
+def as_image(inputs: tuple[torch.Tensor, ...]) -> np.ndarray[Any, Any] | None:
+    """The first input as [H, W] or [C, H, W], if that is its shape: one, three or four channels, or none."""
+    image = inputs[0][0]
+    if image.is_floating_point() and (image.dim() == 2 or (image.dim() == 3 and image.shape[0] in (1, 3, 4))) and min(image.shape[-2:]) > 1:
+        array: np.ndarray[Any, Any] = image.numpy()
+        return array
+    return None
+
+
+# -- the record -----------------------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Seconds spent in each phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = round(time.perf_counter() - start, 3)
+
+
+def describe_run(
+    config: Config, loaded: LoadedModel, criterion: Criterion, samples: Samples, device: torch.device, check: SelfCheck | None
+) -> dict[str, Any]:
+    """What manifest.json says of a run before it starts."""
+    parameters = list(loaded.model.parameters())
+    return {
+        "version": 1,
+        "command": "analyze",
+        "config": config.model_dump(mode="json"),
+        "versions": {"psgrad": psgrad.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "model": {
+            "factory": config.model.factory,
+            "parameters": sum(p.numel() for p in parameters),
+            "trainable": sum(p.numel() for p in parameters if p.requires_grad),
+            "checkpoint": config.model.checkpoint,
+            "sha256": loaded.sha256,
+            "notes": loaded.notes,
+            "modules_imported": [*loaded.modules_imported, *criterion.modules_imported],
+        },
+        "data": {"source": config.data.path or config.data.factory, "fingerprint": samples.fingerprint},
+        "engine": {
+            "device": str(device) if device.type == "cpu" else f"{device} ({torch.cuda.get_device_name(device)})",
+            "dtype": config.engine.dtype,
+            "threads": torch.get_num_threads(),
+        },
+        "self_check": {"samples": 0, "reason": "the model draws at random in train mode"}
+        if check is None
+        else {"samples": len(check.rows), "rows": check.rows, "worst_relative_error": check.worst},
+        "contains_private_statistics": True,
+    }
+
+
+@contextmanager
+def recorded(folder: RunFolder, facts: dict[str, Any], clock: Clock) -> Iterator[None]:
+    """Keeps manifest.json true to what has happened: running, finished, failed or interrupted."""
+    folder.write_manifest({**facts, "state": "running"})
+    try:
+        yield
+    except BaseException as error:
+        state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        try:
+            folder.write_manifest({**facts, "state": state, "error": str(error), "timings": clock.seconds})
+        except Exception:  # noqa: S110 - the disk may be full: what has gone wrong first is what the user must hear
+            pass
+        raise
+    folder.write_manifest({**facts, "state": "finished", "timings": clock.seconds})
