@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +240,15 @@ def test_the_converted_table_goes_with_the_samples(tmp_path: Path, monkeypatch: 
     assert len(samples) == 1
     del samples
     assert not list((tmp_path / "temporary").iterdir())
+
+
+def test_a_full_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(pa.ipc, "new_file", full)
+    assert "has no room for" in (message := error(tmp_path, write_csv(tmp_path, "a\n1\n"), inputs="a"))
+    assert "next step: set TMPDIR" in message
 
 
 # Faults ---------------------------------------------------------------------------------------------------------------------------
@@ -488,11 +498,15 @@ def test_items_that_are_dicts(factory: Any) -> None:
     assert shapes(factory("dicts", inputs="x", target="x"))[0] == [[2, 2]]
 
 
-def test_the_fingerprint_of_a_dataset(factory: Any) -> None:
-    fingerprints = {
-        factory("pairs", kwargs=kwargs).fingerprint for kwargs in ({}, {"count": 3}, {"count": 4}, {"first": 1.0}, {"first": 1.0})
-    }
-    assert len(fingerprints) == 4
+def test_the_fingerprint_of_a_dataset(factory: Any, tmp_path: Path) -> None:
+    def fingerprint(**kwargs: Any) -> str:
+        return str(factory("pairs", kwargs=kwargs).fingerprint)
+
+    before = fingerprint()
+    assert fingerprint() == before
+    assert fingerprint(count=4) != before
+    (tmp_path / "sets.py").write_text(DATASETS.replace("first=0.0", "first=1.0"))
+    assert fingerprint() != before
 
 
 @pytest.mark.parametrize(
