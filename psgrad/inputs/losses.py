@@ -80,7 +80,7 @@ def _named(config: LossConfig, ignore_index: int) -> tuple[Kind, LossFunction]:
 #
 # torch's means divide by the sum of the class weights, which for a single label would cancel its weight. A sample's loss here is
 # weight[label] * loss, averaged over the positions that are not ignored; all ignored is 0. The functions run inside psgrad's
-# tracers: no branch may look at values.
+# tracers: no branch may look at values. A batch of one keeps torch from taking the classes or positions of a sample for a batch.
 
 
 def _cross_entropy(output: Tensor, target: Tensor, *, weight: Tensor | None, ignore_index: int, label_smoothing: float) -> Tensor:
@@ -89,8 +89,8 @@ def _cross_entropy(output: Tensor, target: Tensor, *, weight: Tensor | None, ign
     _require(output.ndim > 0 and (output.shape[1:] if labels else output.shape) == target.shape, "cross_entropy", output, target)
     options: dict[str, Any] = {"weight": _on(output, weight), "reduction": "none", "label_smoothing": label_smoothing}
     if not labels:
-        return F.cross_entropy(*_batch_of_one(output, target.to(output.dtype)), **options).mean()
-    losses = F.cross_entropy(*_batch_of_one(output, target), ignore_index=ignore_index, **options)
+        return F.cross_entropy(output[None], target.to(output.dtype)[None], **options).mean()
+    losses = F.cross_entropy(output[None], target[None], ignore_index=ignore_index, **options)
     return _mean_of_counted(losses, target, ignore_index)
 
 
@@ -106,7 +106,7 @@ def _token_cross_entropy(output: Tensor, target: Tensor, *, weight: Tensor | Non
 def _nll(output: Tensor, target: Tensor, *, weight: Tensor | None, ignore_index: int) -> Tensor:
     """Log-probabilities [c] or [c, *positions] against labels [] or [*positions]."""
     _require(output.shape[1:] == target.shape and output.ndim > 0, "nll", output, target)
-    losses = F.nll_loss(*_batch_of_one(output, target), _on(output, weight), ignore_index=ignore_index, reduction="none")
+    losses = F.nll_loss(output[None], target[None], _on(output, weight), ignore_index=ignore_index, reduction="none")
     return _mean_of_counted(losses, target, ignore_index)
 
 
@@ -132,11 +132,6 @@ def _custom(name: str, loss: LossFunction, output: Tensor, target: Tensor) -> Te
         cause="it is called with one sample at a time, without a batch axis",
         next_step="reduce over all axes, for example with .mean()",
     )
-
-
-def _batch_of_one(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """torch reads an output without a batch axis as such only where it has no positions."""
-    return (output, target) if output.ndim == 1 else (output[None], target[None])
 
 
 def _mean_of_counted(losses: Tensor, target: Tensor, ignore_index: int) -> Tensor:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from psgrad.config import LOSS_OPTIONS, LossConfig
+from psgrad.engine.transforms import grad, vmap
 from psgrad.errors import EXIT_RUNTIME, ConfigError, DataError, LossError
 from psgrad.inputs.losses import Criterion, check_targets, resolve_loss
 
@@ -123,14 +124,15 @@ def test_elementwise_losses_are_means_over_one_sample(name: str, options: dict[s
     torch.testing.assert_close(losses(name, output, target, **options), expected(output[:, 0], target.float(), reduction="none"))
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("name", sorted(LOSS_OPTIONS))
-def test_runs_inside_transforms(name: str) -> None:
-    # torch.func stands for any transform: no branch may look at values.
+def test_runs_inside_transforms(name: str, smoothing: float) -> None:
     output = torch.randn(4, 5, CLASSES) if name == "token_cross_entropy" else torch.randn(4, CLASSES)
     target = {"token": labels(4, 5), "class": labels(4)}.get(criterion(name).kind, torch.rand(4, CLASSES))
-    function = criterion(name).function
+    options = {"label_smoothing": smoothing, "weight": WEIGHT, "ignore_index": 1} if "label_smoothing" in LOSS_OPTIONS[name] else {}
+    function = criterion(name, **options).function
 
-    got = torch.func.vmap(torch.func.grad(function))(output, target)
+    got = vmap(grad(function))(output, target)
 
     for row in range(4):
         one = output[row].clone().requires_grad_()
