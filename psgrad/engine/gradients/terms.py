@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from psgrad.engine.transforms.rules.convolution import Geometry, as_matrices
+from psgrad.engine.transforms.rules.convolution import Geometry, as_matrices, weight_gradients
 
 # Bytes of the intermediates of one block of samples: small enough for a processor's cache, large enough for a GPU's kernels.
 _BLOCK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
@@ -330,22 +330,23 @@ class Convolution(Term):
         columns = math.prod(self.weight_shape[1:])
         return self._positions() * (rows + columns) <= rows * columns
 
-    def square_norms(self) -> torch.Tensor:
+    def _blocks(self) -> Iterator[slice]:
+        """Samples whose patches and weight gradients fit a block."""
         columns = math.prod(self.weight_shape[1:]) * self.geometry.groups
-        size = self._positions() * columns * max(self.dtype.itemsize, 4)
-        parts = []
-        for block in blocks(self.samples, size, self.device):
-            product = self.at(block).as_product()
-            parts.append(product.square_norms() if self._gram_is_cheaper() else _square_norm(product.materialise()))
+        each = max(self._positions() * columns, math.prod(self.weight_shape))
+        return blocks(self.samples, each * max(self.dtype.itemsize, 4), self.device)
+
+    def square_norms(self) -> torch.Tensor:
+        if not self._gram_is_cheaper():
+            return self.materialised_square_norms()
+        parts = [self.at(block).as_product().square_norms() for block in self._blocks()]
         return torch.cat(parts) if parts else torch.zeros(0, dtype=self.dtype, device=self.device)
 
     def materialise(self) -> torch.Tensor:
-        columns = math.prod(self.weight_shape[1:]) * self.geometry.groups
-        size = self._positions() * columns * self.dtype.itemsize
-        parts = [self.at(block).as_product().materialise() for block in blocks(self.samples, size, self.device)]
-        if not parts:
-            return torch.zeros(0, *self.weight_shape, dtype=self.dtype, device=self.device)
-        return torch.cat(parts).reshape(-1, *self.weight_shape)
+        parts = [
+            weight_gradients(self.cotangents[block], self.inputs[block], self.weight_shape, self.geometry) for block in self._blocks()
+        ]
+        return torch.cat(parts) if parts else torch.zeros(0, *self.weight_shape, dtype=self.dtype, device=self.device)
 
     def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
         g, x = accumulating(self.cotangents), accumulating(self.inputs)

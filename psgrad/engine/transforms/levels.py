@@ -23,7 +23,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
 
 from psgrad.engine.transforms import diagnostics
 
@@ -132,6 +132,11 @@ def _slow_paths() -> Iterator[None]:
 class _Interpreter(TorchDispatchMode):
     """Sees every operator of the user's function, also those on plain tensors."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # PyTorch would wrap the method below against its compiler, which costs microseconds a call and, once, its import.
+        return False
+
     def __enter__(self) -> Any:
         state.interpreting = True
         return super().__enter__()
@@ -150,6 +155,16 @@ class _Interpreter(TorchDispatchMode):
         if is_random(op, args, kwargs):
             return interpret(op, args, kwargs)
         return state.stack[-1].process_untraced(op, args, kwargs)
+
+
+@contextmanager
+def rules_only() -> Iterator[None]:
+    """While the pass back runs: what rules call is ours, so tracers find their level by themselves, and plain tensors need none."""
+    if isinstance(_get_current_dispatch_mode(), _Interpreter):
+        with _pop_mode_temporarily():
+            yield
+    else:
+        yield
 
 
 def interpret(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], below: Level | None = None) -> Any:

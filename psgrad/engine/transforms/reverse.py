@@ -32,6 +32,7 @@ from psgrad.engine.transforms.levels import (
     map_tracers,
     operator_defaults,
     refuse_mutation,
+    rules_only,
     state,
 )
 from psgrad.engine.transforms.rules.registry import JointVJP, decompose, derivative_rule, is_composite, is_constant
@@ -47,9 +48,9 @@ class Node:
 
     __slots__ = ("edges", "joint", "outputs", "sequence")
 
-    def __init__(self, outputs: int = 1) -> None:
+    def __init__(self, outputs: int | None = None) -> None:
         self.sequence = next(_sequence)
-        self.outputs = outputs
+        self.outputs = outputs  # how many results; None for one that does not come in a tuple
         self.edges: list[Edge] = []
         self.joint: Closure | None = None  # one closure for all edges: cotangent(s) -> cotangents of the inputs, by position
 
@@ -196,7 +197,7 @@ class GradLevel(Level):
         return tree
 
     def _record(self, rule: Any, tracked: Sequence[tuple[Any, GradTracer]], result: Any, values: Any, kwargs: Any) -> Node | None:
-        node = Node(len(result) if isinstance(result, (tuple, list)) else 1)
+        node = Node(len(result) if isinstance(result, (tuple, list)) else None)
         grad_mode = torch.is_grad_enabled()
         torch._C._set_grad_enabled(self.callers_grad_mode)
         try:
@@ -337,14 +338,14 @@ def pull_back(seeds: Sequence[tuple[Any, torch.Tensor | None]], leaves: Sequence
             return
         slots = pending.get(node)
         if slots is None:
-            slots = pending[node] = [None] * node.outputs
+            slots = pending[node] = [None] * (node.outputs or 1)
             heapq.heappush(heap, node)
         known = slots[output]
         slots[output] = cotangent if known is None else aten.add.Tensor(known, cotangent)
 
     finished: dict[Node, torch.Tensor | None] = {}
     wanted = {node for node in leaves if node is not None}
-    with below_autograd(), _cotangents_of_shared_values() as shared:
+    with below_autograd(), rules_only(), _cotangents_of_shared_values() as shared:
         for place, cotangent in seeds:
             if place.node is not None:
                 add(place.node, place.output, cotangent)
@@ -355,7 +356,7 @@ def pull_back(seeds: Sequence[tuple[Any, torch.Tensor | None]], leaves: Sequence
                 finished[node] = slots[0]
             if not node.edges:
                 continue
-            cotangent: Any = slots[0] if node.outputs == 1 else slots
+            cotangent: Any = slots[0] if node.outputs is None else slots
             if node.joint is not None:
                 shared(False)
                 results = node.joint(cotangent, [edge.position for edge in node.edges])

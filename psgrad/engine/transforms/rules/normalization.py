@@ -9,16 +9,45 @@ import torch
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.rules.families import aten, sum_to
-from psgrad.engine.transforms.rules.registry import Op, define, replace
+from psgrad.engine.transforms.rules.registry import JointVJP, Op, define, replace
 from psgrad.errors import TransformError
 
 # -- layer norm -----------------------------------------------------------------------------------------------------------------
 
 
+def _through_statistics(x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, gs: Sequence[Any]) -> torch.Tensor:
+    """The input's cotangent from those of its mean and reciprocal deviation, which only a second derivative has.
+
+    Takes x [m, k] and the rest as [m, 1]: m sets of k elements, each set normalised by itself.
+    """
+    total = torch.zeros_like(x)
+    if gs[0] is not None:
+        total = total + gs[0] / x.shape[1]
+    if gs[1] is not None:
+        total = total - gs[1] * rstd**3 * (x - mean) / x.shape[1]
+    return total
+
+
+def _input_back(result_back: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor) -> Callable[..., Any]:
+    """From the cotangents of (result, mean, rstd) to the input's; `result_back` does the first."""
+
+    def back(gs: Sequence[Any]) -> torch.Tensor | None:
+        through_result = result_back(gs[0]) if gs[0] is not None else None
+        if gs[1] is None and gs[2] is None:
+            return through_result
+        sets = mean.numel()
+        statistics = [t.reshape(sets, 1) if t is not None else None for t in (mean, rstd, gs[1], gs[2])]
+        elements = x.reshape(sets, x.numel() // max(sets, 1))
+        through = _through_statistics(elements, statistics[0], statistics[1], statistics[2:]).reshape(x.shape).to(x.dtype)
+        return through if through_result is None else through_result + through
+
+    return back
+
+
 def _layer_norm_input(out: Any, x: torch.Tensor, shape: Sequence[int], weight: Any, bias: Any, eps: float) -> Callable[[list[Any]], Any]:
     _, mean, rstd = out
-    return lambda gs: (
-        aten.native_layer_norm_backward.default(gs[0], x, shape, mean, rstd, weight, bias, [True, False, False])[0] if gs[0] is not None else None
+    return _input_back(
+        lambda g: aten.native_layer_norm_backward.default(g, x, shape, mean, rstd, weight, bias, [True, False, False])[0], x, mean, rstd
     )
 
 
@@ -67,33 +96,20 @@ define(aten.native_layer_norm_backward.default, batch=_layer_norm_backward_batch
 # -- group norm -----------------------------------------------------------------------------------------------------------------------
 
 
-def _group_norm_input(out: Any, x: torch.Tensor, weight: Any, bias: Any, b: int, c: int, hw: int, groups: int, eps: float) -> Callable[..., Any]:
+def _group_norm_back(out: Any, x: torch.Tensor, weight: Any, bias: Any, b: int, c: int, hw: int, groups: int, eps: float) -> Any:
     _, mean, rstd = out
-    return lambda gs: (
-        aten.native_group_norm_backward.default(gs[0], x, mean, rstd, weight, b, c, hw, groups, [True, False, False])[0]
-        if gs[0] is not None
-        else None
-    )
 
-
-def _group_norm_weight(out: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any, b: int, c: int, hw: int, groups: int, eps: float) -> Any:
-    _, mean, rstd = out
-    dtype = weight.dtype
-
-    def back(gs: list[Any]) -> torch.Tensor | None:
-        if gs[0] is None:
-            return None
-        g, values = gs[0].reshape(b, c, hw), x.reshape(b, c, hw)
-        # sum over positions of g * (x - mean) * rstd, without writing out the normalised values
-        product, total = (g * values).sum(2), g.sum(2)
-        each = [s.unsqueeze(2).expand(b, groups, c // groups).reshape(b, c) for s in (mean, rstd)]
-        return ((product - each[0] * total) * each[1]).sum(0).to(dtype)
+    def back(gs: Sequence[Any], positions: Sequence[int]) -> dict[int, Any]:
+        grads: Any = (None, None, None)
+        if gs[0] is not None:
+            wanted = [position in positions for position in range(3)]
+            grads = aten.native_group_norm_backward.default(gs[0], x, mean, rstd, weight, b, c, hw, groups, wanted)
+        found = {position: grads[position] for position in positions}
+        if 0 in found:
+            found[0] = _input_back(lambda _: grads[0], x, mean, rstd)(gs)
+        return found
 
     return back
-
-
-def _group_norm_bias(out: Any, x: torch.Tensor, weight: Any, bias: torch.Tensor, b: int, c: int, hw: int, groups: int, eps: float) -> Any:
-    return lambda gs: gs[0].reshape(b, c, hw).sum([0, 2]) if gs[0] is not None else None
 
 
 def _group_norm_batch(batch: Any, op: Op, x: torch.Tensor, weight: Any, bias: Any, b: int, *sizes: Any) -> Any:
@@ -110,7 +126,7 @@ def _group_norm_batch(batch: Any, op: Op, x: torch.Tensor, weight: Any, bias: An
 
 define(
     aten.native_group_norm.default,
-    vjp={0: _group_norm_input, 1: _group_norm_weight, 2: _group_norm_bias},
+    vjp=JointVJP(_group_norm_back),
     batch=_group_norm_batch,
 )
 
@@ -118,12 +134,17 @@ define(
 def _group_norm_backward_batch(
     batch: Any, op: Op, g: torch.Tensor, x: torch.Tensor, mean: Any, rstd: Any, weight: Any, b: int, c: int, hw: int, groups: int, mask: Any
 ) -> Any:
-    assert not (mask[1] or mask[2]), "the rules above ask for the input's cotangent alone"
-    folded = [batch.fold(t).contiguous() for t in (g, x, mean, rstd)]
-    if batch.is_mapped(weight):
-        each = batch.raw(weight).repeat_interleave(b, 0)  # [n * b, c]
-        folded[0], weight = folded[0] * each.reshape(*each.shape, *(1,) * (folded[0].dim() - 2)), None
-    return batch.unfold(op(*folded, weight, b * batch.size, c, hw, groups, mask)[0]), None, None
+    """The samples become channels of a single image: then the kernel's sums over images leave them apart, weights and all."""
+    images = batch.size * b
+    values = [batch.physical(t).reshape(1, images * c, hw) for t in (g, x)]
+    statistics = [batch.physical(t).reshape(1, images * groups) for t in (mean, rstd)]
+    each = None if weight is None else batch.physical(weight).unsqueeze(1).expand(-1, b, -1).reshape(-1)
+    dx, dweight, dbias = op(*values, *statistics, each, 1, images * c, hw, images * groups, mask)
+    return (
+        dx.reshape(batch.physical(x).shape) if mask[0] else None,
+        dweight.reshape(batch.size, b, c).sum(1) if mask[1] else None,
+        dbias.reshape(batch.size, b, c).sum(1) if mask[2] else None,
+    )
 
 
 define(aten.native_group_norm_backward.default, batch=_group_norm_backward_batch)
@@ -136,6 +157,8 @@ def _batch_norm(
     x: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float, cudnn_enabled: bool
 ) -> torch.Tensor:
     """With running statistics: an affine map per channel. With batch statistics: refused where the batch is ours."""
+    if x.dim() < 2:
+        raise TransformError(f"batch norm of a tensor of shape {tuple(x.shape)}{diagnostics.where()}", expected="a batch axis and a channel axis")
     if training:
         if _samples_are_mapped(x):
             raise TransformError(
