@@ -17,7 +17,7 @@ def _attention(level: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     from psgrad.engine.transforms.reverse import GradTracer
 
     query, key, value = args[:3]
-    rest, rank = args[3:], query.dim()
+    rest, rank = list(args[3:]), max(query.dim(), key.dim(), value.dim())
     twice = any(
         isinstance(t, GradTracer) and isinstance(_innermost_gradient(t.below()), GradTracer)
         for t in (query, key, value)
@@ -25,18 +25,17 @@ def _attention(level: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     )
     if twice:  # the fused kernels have no second derivative
         return _by_matrix_products(query, key, value, *rest, **kwargs)
-    if rank == 4:
+    if rank == 4 and query.dim() == key.dim() == value.dim():
         return aten.scaled_dot_product_attention.default.decompose(query, key, value, *rest, **kwargs)
     if rank > 4 or rank < 2:
         return _by_matrix_products(query, key, value, *rest, **kwargs)
-    rest = list(rest)
     if rest and rest[0] is not None and rest[0].dim() > 2:
         rest[0] = _to_rank_4(rest[0])
     if kwargs.get("attn_mask") is not None and kwargs["attn_mask"].dim() > 2:
         kwargs = {**kwargs, "attn_mask": _to_rank_4(kwargs["attn_mask"])}
     lifted = [_to_rank_4(t) for t in (query, key, value)]
     out = aten.scaled_dot_product_attention.default.decompose(*lifted, *rest, **kwargs)
-    return out.reshape(*query.shape[:-1], value.shape[-1])
+    return out.reshape(*out.shape[4 - rank :])
 
 
 def _to_rank_4(t: torch.Tensor) -> torch.Tensor:

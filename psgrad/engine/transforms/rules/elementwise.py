@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.transforms.rules.families import aten, cast, elementwise, elementwise_batch, sum_to
+from psgrad.engine.transforms.rules.families import aten, broadcasting, cast, elementwise, elementwise_batch, sum_to
 from psgrad.engine.transforms.rules.registry import constant, define
 
 # -- arithmetic ---------------------------------------------------------------------------------------------------------------
@@ -78,10 +78,45 @@ elementwise(aten.clamp_max.default, x0=lambda out, x, high: lambda g: g * _insid
 elementwise(aten.hardtanh.default, x0=lambda out, x, low=-1, high=1: lambda g: aten.hardtanh_backward(g, x, low, high))
 elementwise(aten.masked_fill.Scalar, x0=lambda out, x, mask, value: lambda g: aten.masked_fill.Scalar(g, mask, 0))
 elementwise(
-    aten.masked_fill.Tensor,
-    x0=lambda out, x, mask, value: lambda g: aten.masked_fill.Scalar(g, mask, 0),
-    x2=lambda out, x, mask, value: lambda g: _where0(mask, g),
+    aten.copysign.Tensor,
+    x0=lambda out, x, y: lambda g: g * _sign_change(out, x),
+    x1=lambda out, x, y: lambda g: torch.zeros_like(g),
 )
+elementwise(aten.copysign.Scalar, x0=lambda out, x, y: lambda g: g * _sign_change(out, x))
+# At a tie, and against nan, the first argument is taken.
+elementwise(
+    aten.fmax.default,
+    x0=lambda out, x, y: lambda g: _where0((x >= y) | y.isnan(), g),
+    x1=lambda out, x, y: lambda g: _where0(~((x >= y) | y.isnan()), g),
+)
+elementwise(
+    aten.fmin.default,
+    x0=lambda out, x, y: lambda g: _where0((x <= y) | y.isnan(), g),
+    x1=lambda out, x, y: lambda g: _where0(~((x <= y) | y.isnan()), g),
+)
+
+
+def _masked_fill_batch(batch: Any, op: Any, x: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """The kernel takes one number, not one a sample."""
+    rank = max(x.dim(), mask.dim())
+    operands = [batch.aligned(t, rank) for t in (mask, value, x)]
+    if batch.is_mapped(value):
+        return torch.where(operands[0], operands[1].to(x.dtype), operands[2])
+    return op(operands[2], operands[0], value)
+
+
+define(
+    aten.masked_fill.Tensor,
+    vjp={
+        0: broadcasting(lambda out, x, mask, value: lambda g: aten.masked_fill.Scalar(g, mask, 0), 0),
+        2: broadcasting(lambda out, x, mask, value: lambda g: _where0(mask, g), 2),
+    },
+    batch=_masked_fill_batch,
+)
+
+
+def _sign_change(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x == 0, torch.zeros_like(out), out / x)
 
 
 def _scale(g: torch.Tensor, factor: Any) -> torch.Tensor:

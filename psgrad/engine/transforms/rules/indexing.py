@@ -9,7 +9,7 @@ import torch
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.rules.families import aten, leading, wrap_dim
-from psgrad.engine.transforms.rules.registry import Op, constant, define
+from psgrad.engine.transforms.rules.registry import Op, constant, define, replace
 from psgrad.errors import TransformError
 
 # -- embedding --------------------------------------------------------------------------------------------------------------------
@@ -147,6 +147,8 @@ def _index_add_batch(
     batch: Any, op: Op, x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: Any = 1
 ) -> torch.Tensor:
     dim = wrap_dim(dim, x.dim())
+    if x.dim() == 0:  # a scalar counts as a vector of one
+        return batch.physical(x) + alpha * batch.physical(source).reshape(batch.size, -1).sum(1)
     if not batch.is_mapped(index):
         return op(batch.physical(x), dim + 1, index, batch.physical(source), alpha=alpha)
     values = batch.physical(source)
@@ -162,6 +164,18 @@ define(
     },
     batch=_index_add_batch,
 )
+
+
+
+@replace(aten.index_fill.int_Scalar)
+@replace(aten.index_fill.int_Tensor)
+def _index_fill(x: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> torch.Tensor:
+    """By a mask: a place that the index names twice is filled once, and counts once in the value's cotangent."""
+    dim = wrap_dim(dim, x.dim())
+    filled = torch.zeros(x.shape[dim] if x.dim() else 1, dtype=torch.bool, device=x.device)
+    filled = aten.scatter.value(filled, 0, index.reshape(-1), True)
+    return x.masked_fill(filled.reshape(-1, *(1,) * (x.dim() - dim - 1)) if x.dim() else filled.reshape(()), value)
+
 
 # -- x[i, j, ...] -------------------------------------------------------------------------------------------------------------------------
 
@@ -300,7 +314,22 @@ define(
     batch=lambda batch, op, x, classes=-1: op(batch.physical(x), classes),
 )
 constant(aten.one_hot.default)
-constant(aten.bucketize.Tensor, batch=leading)
+
+
+def _search_batch(batch: Any, op: Op, *args: Any, sorter: Any = None, **kwargs: Any) -> torch.Tensor:
+    """Of searchsorted(boundaries, x) and bucketize(x, boundaries): each sample looks in its own boundaries."""
+    x, boundaries = args if op is aten.bucketize.Tensor else args[::-1]
+    shared = not batch.is_mapped(boundaries) and not batch.is_mapped(sorter)
+    if shared and boundaries.dim() == 1:
+        return op(*[batch.raw(a) for a in args], **kwargs, **({} if sorter is None else {"sorter": sorter}))
+    lead = boundaries.shape[:-1] if boundaries.dim() > 1 else ()
+    physical = [batch.physical(t) if t is not None else None for t in (boundaries, x, sorter)]
+    values = physical[1].reshape(batch.size, *(lead or [-1]), *([x.shape[-1]] if lead else []))
+    found = torch.searchsorted(physical[0].contiguous(), values.contiguous(), sorter=physical[2], **kwargs)
+    return found.reshape(physical[1].shape)
+
+
+constant(aten.bucketize.Tensor, aten.searchsorted.Tensor, batch=_search_batch)
 
 
 def _depends_on_data(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
@@ -322,6 +351,14 @@ constant(
     aten.unique_dim.default,
     aten.unique_consecutive.default,
     aten.bincount.default,
+    aten.allclose.default,
+    aten.repeat_interleave.Tensor,
+    aten.histc.default,
     batch=_depends_on_data,
 )
-define(aten.masked_select.default, batch=_depends_on_data)
+
+
+@replace(aten.masked_select.default)
+def _masked_select(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    x, mask = torch.broadcast_tensors(x, mask)
+    return x[mask]

@@ -98,7 +98,7 @@ def _max_all_back(out: torch.Tensor, x: torch.Tensor) -> Any:
     shape = x.shape
 
     def back(g: torch.Tensor) -> torch.Tensor:
-        hit = cast(x == out, g.dtype)
+        hit = cast((x == out) | (x.isnan() & out.isnan()), g.dtype)
         return hit * (g / hit.sum())
 
     return back if len(shape) else lambda g: g
@@ -143,7 +143,16 @@ define(
 )
 define(aten.topk.default, vjp={0: _pick_back(2)}, batch=shifted(2, defaults={2: -1}))
 define(aten.kthvalue.default, vjp={0: _pick_back(2)}, batch=shifted(2, defaults={2: -1}))
-define(aten.median.dim, vjp={0: _pick_back(1)}, batch=shifted(1))
+define(aten.median.dim, aten.nanmedian.dim, vjp={0: _pick_back(1)}, batch=shifted(1))
+
+
+def _of_all(op: Op) -> Callable[..., Any]:
+    """Batching of an order statistic over everything: over all of a sample as one axis."""
+    return lambda batch, _, x: op(batch.physical(x).reshape(batch.size, -1), 1)[0]
+
+
+define(aten.median.default, vjp={0: _max_all_back}, batch=_of_all(aten.median.dim))
+define(aten.nanmedian.default, vjp={0: _max_all_back}, batch=_of_all(aten.nanmedian.dim))
 
 
 def _cumsum_back(out: torch.Tensor, x: torch.Tensor, dim: int, *, dtype: Any = None) -> Any:
@@ -152,6 +161,33 @@ def _cumsum_back(out: torch.Tensor, x: torch.Tensor, dim: int, *, dtype: Any = N
 
 
 define(aten.cumsum.default, vjp={0: _cumsum_back}, batch=shifted(1))
+
+
+def _record_back(out: Any, x: torch.Tensor, dim: int) -> Any:
+    """cummax and cummin: each result's cotangent goes to the place where the record so far stood."""
+    shape, dtype, device, index = x.shape, x.dtype, x.device, out[1]
+    return lambda gs: torch.zeros(shape, dtype=dtype, device=device).scatter_add(dim, index, gs[0]) if gs[0] is not None else None
+
+
+define(aten.cummax.default, aten.cummin.default, vjp={0: _record_back}, batch=shifted(1))
+
+
+def _logcumsumexp_back(out: torch.Tensor, x: torch.Tensor, dim: int) -> Any:
+    """d out_k / d x_i is exp(x_i - out_k) for k >= i, never above 1: written out, quadratic in length."""
+
+    def back(g: torch.Tensor) -> torch.Tensor:
+        if not x.dim():
+            return g
+        size = x.shape[dim]
+        later = torch.ones(size, size, dtype=torch.bool, device=x.device).triu()  # [i, k]
+        exponent = x.movedim(dim, -1).unsqueeze(-1) - out.movedim(dim, -1).unsqueeze(-2)
+        share = exponent.masked_fill(~later, -torch.inf).exp()
+        return (share * g.movedim(dim, -1).unsqueeze(-2)).sum(-1).movedim(-1, dim)
+
+    return back
+
+
+define(aten.logcumsumexp.default, vjp={0: _logcumsumexp_back}, batch=shifted(1))
 
 
 def _prod_back(out: torch.Tensor, x: torch.Tensor, *, dtype: Any = None) -> Any:
@@ -164,7 +200,7 @@ def _prod_dim_back(out: torch.Tensor, x: torch.Tensor, dim: int, keepdim: bool =
 
 def _products_of_others(x: torch.Tensor, dim: int) -> torch.Tensor:
     """For each element the product of all others along `dim`; right with zeros among them, where product / element is not."""
-    if not x.dim():
+    if not x.numel() or not x.dim():
         return torch.ones_like(x)
     one = torch.ones_like(x.narrow(dim, 0, 1))
     size = x.shape[dim]
@@ -243,7 +279,8 @@ def _norm_back(out: torch.Tensor, x: torch.Tensor, order: Any = 2, dims: Any = N
         norm, g_wide = spread(out, shape, dims, keepdim), spread(g, shape, dims, keepdim)
         zero = torch.zeros_like(x)
         if order == 2:
-            return torch.where(norm == 0, zero, g_wide * x / norm)
+            # the inner choice keeps 0 / 0 out of the second derivative
+            return torch.where(norm == 0, zero, g_wide * x / torch.where(norm == 0, torch.ones_like(norm), norm))
         if order == 1:
             return g_wide * torch.sgn(x)
         if order == 0:

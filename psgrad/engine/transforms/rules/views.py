@@ -28,7 +28,9 @@ def _view_batch(batch: Any, op: Op, x: torch.Tensor, size: Sequence[int]) -> tor
     return op(physical, [physical.shape[0], *size])
 
 
-define(aten.view.default, aten._unsafe_view.default, vjp={0: _back_to_shape}, batch=_view_batch)
+define(aten.view.default, vjp={0: _back_to_shape}, batch=_view_batch)
+# Of a value that nobody else holds: a sample axis may have led the kernel that made it to a layout without a view.
+define(aten._unsafe_view.default, vjp={0: _back_to_shape}, batch=lambda batch, op, x, size: _view_batch(batch, aten.reshape.default, x, size))
 define(
     aten._reshape_alias.default,
     vjp={0: _back_to_shape},
@@ -191,6 +193,26 @@ define(
     vjp={0: lambda out, g, shape, offset, dim1, dim2: lambda h: aten.diagonal.default(h, offset, dim1, dim2)},
     batch=lambda batch, op, g, shape, offset, dim1, dim2: op(
         batch.physical(g), [batch.size, *shape], offset, wrap_dim(dim1, len(shape)) + 1, wrap_dim(dim2, len(shape)) + 1
+    ),
+)
+
+
+define(
+    aten.unfold.default,
+    vjp={0: _shape_of(lambda shape, dim, size, step: lambda g: aten.unfold_backward.default(g, shape, dim, size, step))},
+    batch=lambda batch, op, x, dim, size, step: (
+        op(batch.physical(x), wrap_dim(dim, x.dim()) + 1, size, step)
+        if x.dim()
+        else op(batch.physical(x).unsqueeze(1), 1, size, step).squeeze(1)
+    ),
+)
+define(
+    aten.unfold_backward.default,
+    vjp={0: lambda out, g, shape, dim, size, step: lambda h: aten.unfold.default(h, dim, size, step)},
+    batch=lambda batch, op, g, shape, dim, size, step: (
+        op(batch.physical(g), [batch.size, *shape], wrap_dim(dim, len(shape)) + 1, size, step)
+        if len(shape)
+        else batch.physical(g).sum(1)
     ),
 )
 
