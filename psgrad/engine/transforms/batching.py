@@ -16,10 +16,12 @@ from psgrad.engine.transforms.levels import (
     Op,
     Tracer,
     facts,
+    interpret,
     is_random,
     map_tracers,
     refuse_mutation,
     state,
+    strides_of,
 )
 from psgrad.engine.transforms.rules.registry import batching_rule, decompose
 from psgrad.errors import TransformError
@@ -56,7 +58,7 @@ class BatchTracer(Tracer):
     @staticmethod
     def __new__(cls, value: Any, level: BatchLevel) -> BatchTracer:
         if isinstance(value, torch.Tensor):
-            shape, strides = value.shape[1:], value.stride()[1:]
+            shape, strides = value.shape[1:], strides_of(value)[1:]
             tracer = torch.Tensor._make_wrapper_subclass(
                 cls, shape, strides=strides, storage_offset=0, dtype=value.dtype, device=value.device
             )
@@ -82,6 +84,7 @@ class BatchLevel(Level):
         self.size = size
         self.randomness = randomness
         self.deferral = deferral
+        self.has_deferred = False
         self.batch = Batch(self)
 
     def lift(self, physical: Any) -> BatchTracer:
@@ -106,7 +109,8 @@ class BatchLevel(Level):
         rule = batching_rule(op)
         if rule is None:
             return decompose(op, args, kwargs)
-        return self._wrap(rule(self.batch, op, *args, **kwargs))
+        result = rule(self.batch, op, *args, **kwargs)
+        return BatchTracer(result, self) if type(result) is torch.Tensor else self._wrap(result)
 
     def _wrap(self, result: Any) -> Any:
         return map_tracers(self._wrap_one, result)
@@ -115,15 +119,18 @@ class BatchLevel(Level):
         return physical if self.owns(physical) else BatchTracer(physical, self)
 
     def _defer(self, deferral: Deferral, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        waiting = any(isinstance(a, BatchTracer) and a.level is self and not isinstance(a.value, torch.Tensor) for a in args)
-        if not waiting and not (state.cotangent_is_shared and deferral.starts(op)):
+        if not (state.cotangent_is_shared and deferral.starts(op)) and not (self.has_deferred and self._waiting(args)):
             return NotImplemented
+        self.has_deferred = True
         result = deferral.apply(self.batch, op, args, kwargs)
         if result is NotImplemented or isinstance(result, torch.Tensor):
             return result
         if isinstance(result, tuple):
             return tuple(BatchTracer(item, self) if item is not None else None for item in result)
         return BatchTracer(result, self)
+
+    def _waiting(self, args: tuple[Any, ...]) -> bool:
+        return any(isinstance(a, BatchTracer) and a.level is self and not isinstance(a.value, torch.Tensor) for a in args)
 
     def _in_place(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operator = facts(op)
@@ -174,8 +181,6 @@ class BatchLevel(Level):
                     f"{op.name()} on batched values can't draw the same for all samples{diagnostics.where()}",
                     next_step="use randomness='different'",
                 )
-            from psgrad.engine.transforms.levels import interpret
-
             return interpret(op, args, kwargs, below=self)
         if mutated:
             if not self.owns(args[0]):

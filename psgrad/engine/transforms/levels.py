@@ -26,6 +26,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
 
 from psgrad.engine.transforms import diagnostics
+from psgrad.errors import TransformError
 
 Op = torch._ops.OpOverload
 
@@ -66,9 +67,37 @@ class Tracer(torch.Tensor):
         """The value that this tracer stands for, one level down."""
         raise NotImplementedError
 
+    def tolist(self) -> Any:
+        return [item.tolist() for item in self.unbind()] if self.dim() else self.item()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        raise TransformError(
+            f"a traced tensor can't become a NumPy array{diagnostics.where()}",
+            cause="NumPy works on memory, which a traced tensor has none of; what NumPy computes has no derivative either",
+            next_step="write the computation with torch, or do it outside the transformed function",
+        )
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.numpy()
+
+
+def strides_of(value: torch.Tensor) -> tuple[int, ...]:
+    """The strides of a value that is to be traced."""
+    try:
+        return value.stride()
+    except RuntimeError as error:
+        raise TransformError(
+            f"a tensor of layout {value.layout}{diagnostics.where()}",
+            expected="a dense tensor",
+            next_step="call .to_dense() on it outside the transformed function",
+        ) from error
+
 
 class Level:
     """One active transform. Subclasses say what it does at one operator."""
+
+    # Whether it has a say in operators without any tracer: they make tensors that traced values may be written into.
+    adopts: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.index = 0
@@ -79,8 +108,8 @@ class Level:
         raise NotImplementedError
 
     def process_untraced(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operator of the user's function in which no tracer takes part."""
-        return op(*args, **kwargs)
+        """An operator of the user's function in which no tracer takes part. Only levels that adopt are asked."""
+        raise NotImplementedError
 
     def draws(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether this level has a say in a random operator that none of its tracers takes part in."""
@@ -94,7 +123,7 @@ class Level:
             if grad_mode is not None:
                 exits.enter_context(torch.set_grad_enabled(grad_mode))
             exits.enter_context(below_autograd())
-            exits.enter_context(_slow_paths())
+            exits.enter_context(_slow_paths)
             if not state.interpreting:
                 exits.enter_context(_Interpreter())
             self.index = state.stack[-1].index + 1 if state.stack else 1
@@ -118,15 +147,32 @@ def below_autograd() -> Iterator[None]:
         del guard
 
 
-@contextmanager
-def _slow_paths() -> Iterator[None]:
-    """Without the fused inference kernels of nn.MultiheadAttention and nn.TransformerEncoderLayer, which have no derivative."""
-    enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(enabled)
+class _SlowPaths:
+    """Without the fused inference kernels of nn.MultiheadAttention and nn.TransformerEncoderLayer, which have no derivative.
+
+    The switch is one for the whole process: the first transform to begin turns it off, the last to end turns it back.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.running = 0
+        self.enabled_before = True
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if self.running == 0:
+                self.enabled_before = torch.backends.mha.get_fastpath_enabled()
+                torch.backends.mha.set_fastpath_enabled(False)
+            self.running += 1
+
+    def __exit__(self, *error: Any) -> None:
+        with self.lock:
+            self.running -= 1
+            if self.running == 0:
+                torch.backends.mha.set_fastpath_enabled(self.enabled_before)
+
+
+_slow_paths = _SlowPaths()
 
 
 class _Interpreter(TorchDispatchMode):
@@ -138,11 +184,12 @@ class _Interpreter(TorchDispatchMode):
         return False
 
     def __enter__(self) -> Any:
+        self.interpreting_before = state.interpreting
         state.interpreting = True
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        state.interpreting = False
+        state.interpreting = self.interpreting_before
         super().__exit__(*error)
 
     def __torch_dispatch__(self, op: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -150,11 +197,17 @@ class _Interpreter(TorchDispatchMode):
         if _top_level(args, kwargs) is not None or not state.stack:
             return interpret(op, args, kwargs)
         if op in RANDOM_COMPOSITES:
-            with self:
-                return op.decompose(*args, **kwargs)
+            return in_pieces(op, args, kwargs)
         if is_random(op, args, kwargs):
             return interpret(op, args, kwargs)
-        return state.stack[-1].process_untraced(op, args, kwargs)
+        adopter = next((level for level in reversed(state.stack) if level.adopts), None)
+        return op(*args, **kwargs) if adopter is None else adopter.process_untraced(op, args, kwargs)
+
+
+def in_pieces(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A composite operator without tracers, taken apart under the eyes of the interpreter that handed it on."""
+    with _Interpreter():
+        return op.decompose(*args, **kwargs)
 
 
 @contextmanager
@@ -193,24 +246,20 @@ _DEAD: Any = Level()
 def _top_level(args: Any, kwargs: dict[str, Any]) -> Level | None:
     """The highest level among the arguments, None without any tracer, `_DEAD` if one has outlived its transform."""
     top: Level | None = None
-    for tracer in tracers_in(args, kwargs):
-        level = tracer.level
+    for argument in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(argument, Tracer):
+            level = argument.level
+        elif isinstance(argument, (list, tuple)):  # `cat`, `stack`, `index`
+            level = _top_level(argument, {})
+            if level is None:
+                continue
+        else:
+            continue
         if not level.alive:
             return _DEAD  # type: ignore[no-any-return]
         if top is None or level.index > top.index:
             top = level
     return top
-
-
-def tracers_in(args: Any, kwargs: dict[str, Any]) -> Iterator[Tracer]:
-    """All tracers among the arguments, also inside lists (`cat`, `stack`, `index`)."""
-    for argument in itertools.chain(args, kwargs.values()) if kwargs else args:
-        if isinstance(argument, Tracer):
-            yield argument
-        elif isinstance(argument, (list, tuple)):
-            for item in argument:
-                if isinstance(item, Tracer):
-                    yield item
 
 
 def map_tracers(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -301,7 +350,8 @@ def functional_variant(op: Op) -> Op | None:
     key = name + ("." + op._overloadname if op._overloadname != "default" else "")
     if key in special:
         return special[key]
-    packet = getattr(aten, name.rstrip("_"), None)
+    base = "__" + name[3:] if name.startswith("__i") else name.rstrip("_")  # __iand__ -> __and__
+    packet = getattr(aten, base, None)
     return getattr(packet, op._overloadname, None) if packet is not None else None
 
 
@@ -314,8 +364,6 @@ def operator_defaults(op: Op, given: int, kwargs: dict[str, Any]) -> list[Any]:
 
 def refuse_mutation(op: Op, what: str, cause: str) -> Any:
     """In-place operators that can't be honoured fail by name; the alternative is a silently wrong number."""
-    from psgrad.errors import TransformError
-
     raise TransformError(
         f"{op.name().removeprefix('aten::')} writes in place into {what}{diagnostics.where()}",
         expected="a target that was made inside the transformed function from its inputs",

@@ -27,6 +27,7 @@ from psgrad.engine.transforms.levels import (
     below_autograd,
     facts,
     functional_variant,
+    in_pieces,
     interpret,
     is_random,
     map_tracers,
@@ -34,6 +35,7 @@ from psgrad.engine.transforms.levels import (
     refuse_mutation,
     rules_only,
     state,
+    strides_of,
 )
 from psgrad.engine.transforms.rules.registry import JointVJP, decompose, derivative_rule, is_composite, is_constant
 from psgrad.engine.transforms.rules.views import write_through
@@ -82,7 +84,7 @@ class GradTracer(Tracer):
     @staticmethod
     def __new__(cls, value: torch.Tensor, level: GradLevel, node: Node | None = None, output: int = 0) -> GradTracer:
         tracer = torch.Tensor._make_wrapper_subclass(
-            cls, value.shape, strides=value.stride(), storage_offset=0, dtype=value.dtype, device=value.device
+            cls, value.shape, strides=strides_of(value), storage_offset=0, dtype=value.dtype, device=value.device
         )
         tracer.level, tracer.value, tracer.node, tracer.output = level, value, node, output
         tracer.view_of = None
@@ -105,6 +107,8 @@ class GradTracer(Tracer):
 class GradLevel(Level):
     """Reverse-mode differentiation with respect to the tracers made by `leaf`."""
 
+    adopts = True
+
     def __init__(self) -> None:
         super().__init__()
         # Operators below run in the caller's grad mode: recording is switched on and off level by level.
@@ -122,10 +126,26 @@ class GradLevel(Level):
     # -- one operator -------------------------------------------------------------------------------------------------
 
     def process_untraced(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        operator = facts(op)
+        if operator.mutated or operator.mutated_kwargs:
+            return self._write_outside(op, args, kwargs)
+        if is_composite(op) and derivative_rule(op) is None and not is_constant(op):
+            return in_pieces(op, args, kwargs)
         result = self._lower(op, args, kwargs)
-        if any(True for _ in _tensors(args, kwargs)):
-            return result
-        return map_tracers(self.constant, result)  # a fresh tensor: traced values may be written into it
+        # A view is still somebody else's memory; into a fresh tensor traced values may be written.
+        fresh = not operator.is_view or op is aten.lift_fresh.default  # what torch.tensor(..) made
+        return map_tracers(self.constant, result) if fresh else result
+
+    def _write_outside(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """In place on a tensor from outside the function. A counter may be counted; a value may be needed for the way back."""
+        counters = all(not t.dim() and not t.dtype.is_floating_point for t in _tensors(args[:1], {}))
+        if op is not aten.detach_.default and (not counters or facts(op).mutated != (0,)):
+            refuse_mutation(
+                op,
+                "a tensor from outside the transformed function",
+                "operators before it may need the old value for their gradient, which would be wrong without a word",
+            )
+        return self._lower(op, args, kwargs)
 
     def process(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operator = facts(op)

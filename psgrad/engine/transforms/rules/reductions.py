@@ -277,18 +277,19 @@ def _norm_back(out: torch.Tensor, x: torch.Tensor, order: Any = 2, dims: Any = N
 
     def back(g: torch.Tensor) -> torch.Tensor:
         norm, g_wide = spread(out, shape, dims, keepdim), spread(g, shape, dims, keepdim)
-        zero = torch.zeros_like(x)
-        if order == 2:
-            # the inner choice keeps 0 / 0 out of the second derivative
-            return torch.where(norm == 0, zero, g_wide * x / torch.where(norm == 0, torch.ones_like(norm), norm))
+        if order == 0:
+            return torch.zeros_like(x)
         if order == 1:
             return g_wide * torch.sgn(x)
-        if order == 0:
-            return zero
         if abs(order) == float("inf"):
             hit = cast(x.abs() == norm, g.dtype)
             return hit * torch.sgn(x) * (g_wide / hit.sum(axes_of(dims, len(shape)), keepdim=True))
-        return torch.where(norm == 0, zero, g_wide * torch.sgn(x) * (x.abs() / norm) ** (order - 1))
+        # At zero the derivative is taken as zero, and what is divided by as one: 0 / 0 must not enter a second derivative.
+        safe_norm = torch.where(norm == 0, torch.ones_like(norm), norm)
+        if order == 2:
+            return torch.where(norm == 0, torch.zeros_like(x), g_wide * x / safe_norm)
+        size = torch.where(x == 0, torch.ones_like(norm), x.abs())
+        return g_wide * torch.sgn(x) * (size / safe_norm) ** (order - 1)
 
     return back
 
