@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from psgrad.engine.transforms.rules.convolution import Geometry, as_matrices, weight_gradients
+from psgrad.engine.transforms.rules.convolution import Geometry, as_matrices, grouped_kernel_is_fast, weight_gradients
 
 # Bytes of the intermediates of one block of samples: small enough for a processor's cache, large enough for a GPU's kernels.
 _BLOCK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
@@ -331,10 +331,11 @@ class Convolution(Term):
         return self._positions() * (rows + columns) <= rows * columns
 
     def _blocks(self) -> Iterator[slice]:
-        """Samples whose patches and weight gradients fit a block."""
-        columns = math.prod(self.weight_shape[1:]) * self.geometry.groups
-        each = max(self._positions() * columns, math.prod(self.weight_shape))
-        return blocks(self.samples, each * max(self.dtype.itemsize, 4), self.device)
+        """Samples whose weight gradients, and patches where they have to be written out, fit a block."""
+        elements = math.prod(self.weight_shape)
+        if self._gram_is_cheaper() or not grouped_kernel_is_fast(self.cotangents, self.weight_shape):
+            elements = max(elements, self._positions() * math.prod(self.weight_shape[1:]) * self.geometry.groups)
+        return blocks(self.samples, elements * max(self.dtype.itemsize, 4), self.device)
 
     def square_norms(self) -> torch.Tensor:
         if not self._gram_is_cheaper():

@@ -97,13 +97,13 @@ define(aten.convolution_backward.default, batch=_backward_batch)
 
 def weight_gradients(g: torch.Tensor, x: torch.Tensor, shape: torch.Size, geometry: Geometry) -> torch.Tensor:
     """Per-sample weight gradients [n, *shape] of a convolution with output cotangents g [n, b, o, *] and inputs x [n, b, i, *]."""
-    if _grouped_kernel_is_fast(g, shape):
+    if grouped_kernel_is_fast(g, shape):
         return _as_groups(g, x, shape, geometry)
     columns, cotangents = as_matrices(g, x, shape, geometry)
     return torch.matmul(columns.transpose(-2, -1), cotangents).transpose(-2, -1).reshape(g.shape[0], *shape)
 
 
-def _grouped_kernel_is_fast(g: torch.Tensor, shape: torch.Size) -> bool:
+def grouped_kernel_is_fast(g: torch.Tensor, shape: torch.Size) -> bool:
     """On a CPU the kernel for float32 takes groups at nearly the price of one sum over all samples, if they have enough channels.
 
     Measured (benchmarks/convolution.py): 1.1 to 1.9 times the summed gradient with 16 to 64 channels, where patches and a matrix

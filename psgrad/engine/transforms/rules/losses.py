@@ -8,6 +8,7 @@ import torch
 
 from psgrad.engine.transforms.rules.families import aten, wrap_dim
 from psgrad.engine.transforms.rules.registry import Op, define, replace
+from psgrad.errors import TransformError
 
 
 def _softmax_batch(batch: Any, op: Op, x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
@@ -58,26 +59,90 @@ def reduced(loss: torch.Tensor, reduction: int) -> torch.Tensor:
     return loss if reduction == 0 else loss.mean() if reduction == 1 else loss.sum()
 
 
-@replace(aten.nll_loss_forward.default)
-@replace(aten.nll_loss2d_forward.default)
-def _nll_loss_forward(
-    log_probabilities: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: int, ignore_index: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Works for targets of any rank: classes are on axis 1, or on axis 0 of a single vector."""
-    axis = 0 if log_probabilities.dim() == 1 else 1
-    counted = target != ignore_index
-    safe = torch.where(counted, target, torch.zeros_like(target))
-    picked = -torch.gather(log_probabilities, axis, safe.unsqueeze(axis)).squeeze(axis)
-    if weight is not None:
-        weights = torch.where(counted, weight[safe], torch.zeros((), dtype=weight.dtype, device=weight.device))
-        picked = picked * weights
-    else:
-        weights = counted.to(log_probabilities.dtype)
-    picked = torch.where(counted, picked, torch.zeros((), dtype=picked.dtype, device=picked.device))
-    total = weights.sum()
+# -- negative log-likelihood ------------------------------------------------------------------------------------------------------
+
+
+@replace(aten.cross_entropy_loss.default)
+def _cross_entropy_loss(
+    x: torch.Tensor, target: torch.Tensor, weight: Any = None, reduction: int = 1, ignore_index: int = -100, label_smoothing: float = 0.0
+) -> torch.Tensor:
+    """With labels: log-softmax and the negative log-likelihood. PyTorch's own way, for the rest, goes over many more operators."""
+    if target.is_floating_point() or label_smoothing or x.dim() not in (1, 2, 4):
+        return aten.cross_entropy_loss.default.decompose(x, target, weight, reduction, ignore_index, label_smoothing)
+    axis = 0 if x.dim() == 1 else 1
+    nll = aten.nll_loss2d_forward.default if x.dim() == 4 else aten.nll_loss_forward.default
+    return nll(torch.log_softmax(x, axis), target, weight, reduction, ignore_index)[0]
+
+
+class _Labels:
+    """What the likelihood of labels is made of: classes on `axis` of the log-probabilities, the other axes are positions."""
+
+    def __init__(self, target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, axis: int, dtype: torch.dtype) -> None:
+        self.axis = axis
+        self.counted = target != ignore_index
+        self.labels = torch.where(self.counted, target, 0).unsqueeze(axis)
+        self.weights = self.counted.to(dtype) if weight is None else torch.where(self.counted, weight[self.labels.squeeze(axis)], 0)
+
+    def losses(self, log_probabilities: torch.Tensor) -> torch.Tensor:
+        """One a position; zero where the label is ignored, whatever stands there."""
+        picked = torch.gather(log_probabilities, self.axis, self.labels).squeeze(self.axis)
+        return torch.where(self.counted, -picked * self.weights, 0)
+
+
+@replace(aten.nll_loss_backward.default)
+@replace(aten.nll_loss2d_backward.default)
+def _nll_loss_backward(
+    g: torch.Tensor, x: torch.Tensor, target: torch.Tensor, weight: Any, reduction: int, ignore_index: int, total: torch.Tensor
+) -> torch.Tensor:
+    axis = 0 if x.dim() == 1 else 1
+    labels = _Labels(target, weight, ignore_index, axis, x.dtype)
+    each = -g * labels.weights / total if reduction == 1 else -g * labels.weights
+    return torch.zeros_like(x).scatter(axis, labels.labels, each.unsqueeze(axis))
+
+
+def _nll_batch(batch: Any, op: Op, x: torch.Tensor, target: torch.Tensor, weight: Any, reduction: int, ignore_index: int) -> Any:
+    values, labels = _physical_labels(batch, x, target, weight, ignore_index)
+    losses = labels.losses(values)
+    positions = list(range(1, losses.dim()))
+    total = labels.weights.sum(positions) if positions else labels.weights
     if reduction == 0:
-        return picked, torch.zeros_like(total)
-    return (picked.sum() / total if reduction == 1 else picked.sum()), total
+        return losses, torch.zeros_like(total)
+    summed = losses.sum(positions) if positions else losses
+    return (summed / total if reduction == 1 else summed), total
+
+
+def _nll_backward_batch(
+    batch: Any, op: Op, g: torch.Tensor, x: torch.Tensor, target: torch.Tensor, weight: Any, reduction: int, ignore_index: int, total: Any
+) -> torch.Tensor:
+    values, labels = _physical_labels(batch, x, target, weight, ignore_index)
+    cotangents = batch.aligned(g, labels.weights.dim() - 1)
+    each = -cotangents * labels.weights
+    if reduction == 1:
+        each = each / batch.aligned(total, labels.weights.dim() - 1)
+    return torch.zeros_like(values).scatter(labels.axis, labels.labels, each.unsqueeze(labels.axis))
+
+
+def _physical_labels(batch: Any, x: torch.Tensor, target: torch.Tensor, weight: Any, ignore_index: int) -> tuple[torch.Tensor, _Labels]:
+    if batch.is_mapped(weight):
+        raise TransformError("class weights that differ between samples", next_step="multiply the samples' losses by the weights instead")
+    values = batch.physical(x)
+    return values, _Labels(batch.physical(target), weight, ignore_index, 1 if x.dim() == 1 else 2, values.dtype)
+
+
+for _forward, _backward in (
+    (aten.nll_loss_forward.default, aten.nll_loss_backward.default),
+    (aten.nll_loss2d_forward.default, aten.nll_loss2d_backward.default),
+):
+    define(
+        _forward,
+        vjp={
+            0: lambda out, x, target, weight, reduction, ignore_index, backward=_backward: (
+                lambda gs: backward(gs[0], x, target, weight, reduction, ignore_index, out[1]) if gs[0] is not None else None
+            )
+        },
+        batch=_nll_batch,
+    )
+    define(_backward, batch=_nll_backward_batch)
 
 
 @replace(aten.mse_loss.default)
