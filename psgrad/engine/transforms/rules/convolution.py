@@ -92,7 +92,41 @@ def _input_gradient(batch: Any, op: Op, g: torch.Tensor, x: torch.Tensor, weight
     return out.unflatten(1, (n, -1)).movedim(1, 0)
 
 
-define(aten.convolution_backward.default, batch=_backward_batch)
+# Each of the three gradients is linear in the cotangent g and in one of x and weight, so its own derivatives are convolutions again.
+
+
+def _cotangent_back(out: Any, g: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias_sizes: Any, *args: Any) -> Callable[..., Any]:
+    geometry, shape = args[:-1], g.shape
+
+    def back(hs: Sequence[Any]) -> torch.Tensor:
+        of_x, of_weight, of_bias = hs
+        parts = []
+        if of_x is not None:
+            parts.append(aten.convolution.default(of_x, weight, None, *geometry))
+        if of_weight is not None:
+            parts.append(aten.convolution.default(x, of_weight, None, *geometry))
+        if of_bias is not None:
+            parts.append(of_bias.reshape(-1, *(1,) * (len(shape) - 2)).expand(shape))
+        return sum(parts[1:], start=parts[0])
+
+    return back
+
+
+def _backward_input_back(out: Any, g: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias_sizes: Any, *args: Any) -> Callable[..., Any]:
+    only = [True, False, False]
+    return lambda hs: aten.convolution_backward.default(g, x, hs[1], [0], *args[:-1], only)[0] if hs[1] is not None else None
+
+
+def _backward_weight_back(out: Any, g: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias_sizes: Any, *args: Any) -> Callable[..., Any]:
+    only = [False, True, False]
+    return lambda hs: aten.convolution_backward.default(g, hs[0], weight, [0], *args[:-1], only)[1] if hs[0] is not None else None
+
+
+define(
+    aten.convolution_backward.default,
+    vjp={0: _cotangent_back, 1: _backward_input_back, 2: _backward_weight_back},
+    batch=_backward_batch,
+)
 
 
 def weight_gradients(g: torch.Tensor, x: torch.Tensor, shape: torch.Size, geometry: Geometry) -> torch.Tensor:

@@ -265,11 +265,11 @@ for _op in (
     aten.elu_backward.default,
     aten.leaky_relu_backward.default,
     aten.softplus_backward.default,
-    aten.softshrink_backward.default,
-    aten.hardshrink_backward.default,
     aten.logit_backward.default,
 ):
     define(_op, batch=elementwise_batch)
+for _op in (aten.softshrink_backward.default, aten.hardshrink_backward.default):
+    elementwise(_op, x0=lambda out, g, x, lambd, op=_op: lambda h: op(h, x, lambd))
 
 # -- constants and casts ------------------------------------------------------------------------------------------------------------
 

@@ -41,10 +41,20 @@ def _max_pool_back(backward: Op, spatial: int) -> Any:
     return make
 
 
+def _picked(spatial: int) -> Any:
+    """The VJP of a max pool's backward, which puts each cotangent to one place: the values at those places."""
+
+    def make(out: torch.Tensor, g: torch.Tensor, x: torch.Tensor, *args: Any) -> Any:
+        index, shape = args[-1].flatten(-spatial), g.shape
+        return lambda h: h.flatten(-spatial).gather(-1, index).reshape(shape)
+
+    return make
+
+
 define(aten.max_pool2d_with_indices.default, vjp={0: _max_pool_back(aten.max_pool2d_with_indices_backward.default, 2)}, batch=pooled(2))
 define(aten.max_pool3d_with_indices.default, vjp={0: _max_pool_back(aten.max_pool3d_with_indices_backward.default, 3)}, batch=pooled(3))
 define(aten.max_pool2d_with_indices_backward.default, batch=pooled(2))
-define(aten.max_pool3d_with_indices_backward.default, batch=pooled(3))
+define(aten.max_pool3d_with_indices_backward.default, vjp={0: _picked(3)}, batch=pooled(3))
 
 define(
     aten.adaptive_max_pool2d.default,
@@ -56,8 +66,8 @@ define(
     vjp={0: lambda out, x, size: lambda gs: aten.adaptive_max_pool3d_backward.default(gs[0], x, out[1]) if gs[0] is not None else None},
     batch=pooled(3),
 )
-define(aten.adaptive_max_pool2d_backward.default, batch=pooled(2))
-define(aten.adaptive_max_pool3d_backward.default, batch=pooled(3))
+define(aten.adaptive_max_pool2d_backward.default, vjp={0: _picked(2)}, batch=pooled(2))
+define(aten.adaptive_max_pool3d_backward.default, vjp={0: _picked(3)}, batch=pooled(3))
 
 
 def _avg_back(backward: Op) -> Any:
@@ -79,8 +89,8 @@ def _avg_back(backward: Op) -> Any:
 
 define(aten.avg_pool2d.default, vjp={0: _avg_back(aten.avg_pool2d_backward.default)}, batch=pooled(2))
 define(aten.avg_pool3d.default, vjp={0: _avg_back(aten.avg_pool3d_backward.default)}, batch=pooled(3))
-define(aten.avg_pool2d_backward.default, batch=pooled(2))
-define(aten.avg_pool3d_backward.default, batch=pooled(3))
+define(aten.avg_pool2d_backward.default, vjp={0: lambda out, g, x, *args: lambda h: aten.avg_pool2d.default(h, *args)}, batch=pooled(2))
+define(aten.avg_pool3d_backward.default, vjp={0: lambda out, g, x, *args: lambda h: aten.avg_pool3d.default(h, *args)}, batch=pooled(3))
 define(
     aten._adaptive_avg_pool2d.default,
     vjp={0: lambda out, x, size: lambda g: aten._adaptive_avg_pool2d_backward.default(g, x)},
@@ -91,5 +101,13 @@ define(
     vjp={0: lambda out, x, size: lambda g: aten._adaptive_avg_pool3d_backward.default(g, x)},
     batch=pooled(3),
 )
-define(aten._adaptive_avg_pool2d_backward.default, batch=pooled(2))
-define(aten._adaptive_avg_pool3d_backward.default, batch=pooled(3))
+define(
+    aten._adaptive_avg_pool2d_backward.default,
+    vjp={0: lambda out, g, x: lambda h, size=g.shape[-2:]: aten._adaptive_avg_pool2d.default(h, size)},
+    batch=pooled(2),
+)
+define(
+    aten._adaptive_avg_pool3d_backward.default,
+    vjp={0: lambda out, g, x: lambda h, size=g.shape[-3:]: aten._adaptive_avg_pool3d.default(h, size)},
+    batch=pooled(3),
+)

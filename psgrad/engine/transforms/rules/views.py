@@ -347,7 +347,11 @@ for _axes in (1, 2, 3):
             vjp={0: lambda out, x, pad, backward=_backward: lambda g: backward(g, x, pad)},
             batch=_pad_batch(_axes),
         )
-        define(_backward, batch=_pad_batch(_axes))
+        define(
+            _backward,
+            vjp={0: lambda out, g, x, pad, forward=_forward: lambda h: forward(h, pad)},
+            batch=_pad_batch(_axes),
+        )
 
 # -- writes through views -----------------------------------------------------------------------------------------------------------------
 
