@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from psgrad.engine.transforms import functional_call
+from psgrad.engine.transforms.functional import swapped, tied_slots
 from psgrad.errors import LossError, ModelError
 
 Criterion = Callable[[Any, Any], torch.Tensor]
@@ -38,11 +38,12 @@ class Objective:
                 cause="all parameters are frozen, or the factory returned a module without any",
                 next_step="set requires_grad=True on the parameters to look at",
             )
+        self._slots = tied_slots(model, self.params)
 
     def loss(self, params: dict[str, torch.Tensor], inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None) -> Any:
         """(loss, summary) of one sample: inputs and target without a batch axis."""
-        output = functional_call(self.model, params, tuple(x.unsqueeze(0) for x in inputs))
-        output = first(output)
+        with swapped(self._slots, params):
+            output = first(self.model(*[x.unsqueeze(0) for x in inputs]))
         value = self.criterion(output, target)
         if not isinstance(value, torch.Tensor) or value.dim() != 0:
             shape = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__

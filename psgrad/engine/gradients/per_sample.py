@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -129,7 +129,7 @@ class PerSampleGradients:
         per: 'total' over all parameters; 'parameter' as name -> [n]; 'module' likewise, by the parameters' owner
         ('' for parameters of the model itself).
         """
-        each = {name: self._square_norms(gradient) for name, gradient in self.gradients.items()}
+        each = dict(zip(self.gradients, square_norms(list(self.gradients.values()), len(self), self.losses.device), strict=True))
         if per == "parameter":
             return each
         if per == "module":
@@ -144,15 +144,6 @@ class PerSampleGradients:
         for norms in each.values():
             total += norms
         return total
-
-    def _square_norms(self, gradient: DeferredGradient) -> torch.Tensor:
-        total = torch.zeros(len(self), dtype=torch.float64, device=gradient.device)
-        for place, placed in enumerate(gradient.terms):
-            total += reliable_square_norms(placed.term)
-            for other in gradient.terms[:place]:
-                total += 2 * cross_products(placed, other)
-        # rounding may leave a tiny negative number where two terms cancel
-        return total.clamp_(min=0) if len(gradient.terms) > 1 else total
 
     def weighted_sum(self, weights: torch.Tensor) -> dict[str, torch.Tensor]:
         """name -> [*shape]: the sum over samples of the gradients, each times its weight [n]."""
@@ -208,22 +199,45 @@ def _summed(gradient: DeferredGradient, query: Callable[[Term, Layout], torch.Te
 
 
 # Squares leave float32's range long before gradients do.
-_TINY = {torch.float32: 1e-30, torch.float64: 0.0}
+_TINY = 1e-30
 
 
-def reliable_square_norms(term: Term) -> torch.Tensor:
-    """[n] float64: a term's squared norms, taken again in float64 for the samples whose squares left the range of float32."""
-    norms = term.square_norms()
-    doubtful = ~torch.isfinite(norms) | (norms < _TINY.get(norms.dtype, 0.0))
-    norms = norms.double()
-    if norms.dtype == term.dtype or not bool(doubtful.any()):
-        return norms
-    places = torch.nonzero(doubtful).squeeze(1)
-    largest = torch.stack([f[places].flatten(1).abs().amax(1).double() for f in term.factors if f.dtype.is_floating_point and f[0].numel()])
-    retry = places[(torch.isfinite(largest) & (largest > 0)).all(0)]  # exact zeros and true infinities stay what they are
+def square_norms(gradients: Sequence[DeferredGradient], n: int, device: torch.device) -> list[torch.Tensor]:
+    """[n] float64 for each gradient: the squared norms of its samples."""
+    terms = [placed.term for gradient in gradients for placed in gradient.terms]
+    norms = iter(reliable_square_norms(terms))
+    found = []
+    for gradient in gradients:
+        total = torch.zeros(n, dtype=torch.float64, device=device)
+        for place, placed in enumerate(gradient.terms):
+            total = total + next(norms)
+            for other in gradient.terms[:place]:
+                total = total + 2 * cross_products(placed, other)
+        # rounding may leave a tiny negative number where two terms cancel
+        found.append(total.clamp_(min=0) if len(gradient.terms) > 1 else total)
+    return found
+
+
+def reliable_square_norms(terms: Sequence[Term]) -> list[torch.Tensor]:
+    """[n] float64 for each term; taken again in float64 for the samples whose squares left the range of float32."""
+    if not terms:
+        return []
+    norms = torch.stack([term.square_norms().double() for term in terms])
+    doubtful = ~torch.isfinite(norms) | (norms < _TINY)
+    if bool(doubtful.any()):
+        for place, term in enumerate(terms):
+            if term.dtype != torch.float64 and bool(doubtful[place].any()):
+                _retake(term, norms[place], torch.nonzero(doubtful[place]).squeeze(1))
+    return list(norms)
+
+
+def _retake(term: Term, norms: torch.Tensor, samples: torch.Tensor) -> None:
+    """Write float64 norms of some samples into `norms` [n]. Exact zeros and true infinities stay what they are."""
+    factors = [f[samples].flatten(1) for f in term.factors if f.dtype.is_floating_point and f[0].numel()]
+    largest = torch.stack([f.abs().amax(1) for f in factors])
+    retry = samples[(torch.isfinite(largest) & (largest > 0)).all(0)]
     if len(retry):
         norms[retry] = term.at(retry, torch.float64).square_norms()
-    return norms
 
 
 def cross_products(a: Placed, b: Placed) -> torch.Tensor:

@@ -41,11 +41,19 @@ def sum_of_products(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     Written as a product and a sum, because PyTorch sums pairwise there: a dot product of millions of float32 (bmm, einsum,
     vector_norm) adds them up in a row, and its error reaches 1e-4.
     """
-    out = torch.empty(x.shape[0], dtype=x.dtype, device=x.device)
     axes = list(range(1, x.dim()))
-    for block in blocks(x.shape[0], math.prod(x.shape[1:]) * x.element_size(), x.device):
-        out[block] = (x[block] * y[block]).sum(axes) if axes else x[block] * y[block]
-    return out
+    if not axes:
+        return x * y
+    each = math.prod(x.shape[1:]) * x.element_size()
+    parts = [(x[block] * y[block]).sum(axes) for block in blocks(x.shape[0], each, x.device)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else x.new_zeros(0)
+
+
+def joined(parts: list[torch.Tensor], term: Term, shape: tuple[int, ...] = ()) -> torch.Tensor:
+    """[n, *shape] from the blocks of a term's samples; a single block is not copied, and there may be none."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts) if parts else torch.zeros(0, *shape, dtype=term.dtype, device=term.device)
 
 
 class Term(ABC):
@@ -98,7 +106,7 @@ class Term(ABC):
         """[n]: the norm of the written-out value, a block of samples at a time. Free of cancellation between positions."""
         size = math.prod(self.shape) * self.dtype.itemsize
         parts = [_square_norm(self.at(block).materialise()) for block in blocks(self.samples, size, self.device)]
-        return torch.cat(parts) if parts else torch.zeros(0, dtype=self.dtype, device=self.device)
+        return joined(parts, self)
 
     def describe(self) -> str:
         """How the norm is computed, in a word or two."""
@@ -341,13 +349,13 @@ class Convolution(Term):
         if not self._gram_is_cheaper():
             return self.materialised_square_norms()
         parts = [self.at(block).as_product().square_norms() for block in self._blocks()]
-        return torch.cat(parts) if parts else torch.zeros(0, dtype=self.dtype, device=self.device)
+        return joined(parts, self)
 
     def materialise(self) -> torch.Tensor:
         parts = [
             weight_gradients(self.cotangents[block], self.inputs[block], self.weight_shape, self.geometry) for block in self._blocks()
         ]
-        return torch.cat(parts) if parts else torch.zeros(0, *self.weight_shape, dtype=self.dtype, device=self.device)
+        return joined(parts, self, self.weight_shape)
 
     def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
         g, x = accumulating(self.cotangents), accumulating(self.inputs)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -33,7 +33,7 @@ def functional_call(
     """
     values = _merged(parameter_and_buffer_dicts)
     arguments = () if args is None else args if isinstance(args, tuple) else (args,)
-    names = _own_names(module)
+    names = _own_names(module) if strict or tie_weights else {}
     if strict:
         missing, unexpected = sorted(set(names) - set(values)), sorted(set(values) - set(names))
         if missing or unexpected:
@@ -43,7 +43,7 @@ def functional_call(
             )
     if tie_weights:
         values = _tied(names, values)
-    with _swapped(module, values):
+    with swapped(slots_of(module, values), values):
         return module(*arguments, **(kwargs or {}))
 
 
@@ -84,33 +84,57 @@ def _tied(names: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> di
     return full
 
 
+class Slot(NamedTuple):
+    """One place where a module keeps a parameter or buffer, and the name under which its tensor is given."""
+
+    owner: nn.Module
+    store: dict[str, Any]
+    key: str
+    name: str
+
+
+def slots_of(module: nn.Module, names: Iterable[str]) -> list[Slot]:
+    """Where the module keeps the parameters and buffers of these names."""
+    slots = []
+    for name in names:
+        path, _, key = name.rpartition(".")
+        try:
+            owner = module.get_submodule(path)
+        except AttributeError as error:
+            raise TransformError(f"functional_call: the module has no part named {path!r} (for {name!r})") from error
+        store = next((s for s in (owner._parameters, owner._buffers) if key in s), None)
+        if store is None:
+            raise TransformError(
+                f"functional_call: {name!r} is neither a parameter nor a buffer of the module",
+                next_step="compare the names with dict(module.named_parameters()) and dict(module.named_buffers())",
+            )
+        slots.append(Slot(owner, store, key, name))
+    return slots
+
+
+def tied_slots(module: nn.Module, names: Iterable[str]) -> list[Slot]:
+    """The slots of these names, and of all other names of the same tensors."""
+    own = _own_names(module)
+    aliases: dict[int, list[str]] = {}
+    for name, tensor in own.items():
+        aliases.setdefault(id(tensor), []).append(name)
+    return [slot._replace(name=name) for name in names for slot in slots_of(module, aliases[id(own[name])])]
+
+
 @contextmanager
-def _swapped(module: nn.Module, values: dict[str, torch.Tensor]) -> Iterator[None]:
-    """Puts the tensors where the module keeps its own, and afterwards its own back."""
-    undo: list[tuple[dict[str, Any], str, Any]] = []
-    flattened: list[tuple[Any, list[Any]]] = []
+def swapped(slots: Sequence[Slot], values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Puts tensors where a module keeps its own, and afterwards its own back."""
+    recurrent = [s.owner for s in slots if "_flat_weights_names" in s.owner.__dict__]  # they keep a second list of their weights
+    own_lists = [(layer, layer.__dict__["_flat_weights"]) for layer in recurrent]
+    own_values = [slot.store[slot.key] for slot in slots]
     try:
-        for path, value in values.items():
-            owner, _, name = path.rpartition(".")
-            try:
-                submodule = module.get_submodule(owner)
-            except AttributeError as error:
-                raise TransformError(f"functional_call: the module has no part named {owner!r} (for {path!r})") from error
-            store = next((s for s in (submodule._parameters, submodule._buffers) if name in s), None)
-            if store is None:
-                raise TransformError(
-                    f"functional_call: {path!r} is neither a parameter nor a buffer of the module",
-                    next_step="compare the names with dict(module.named_parameters()) and dict(module.named_buffers())",
-                )
-            undo.append((store, name, store[name]))
-            store[name] = value
-            if hasattr(submodule, "_flat_weights_names") and not any(m is submodule for m, _ in flattened):
-                flattened.append((submodule, submodule._flat_weights))
-        for recurrent, _ in flattened:  # recurrent layers keep a second list of their weights
-            recurrent.__dict__["_flat_weights"] = [getattr(recurrent, n) if n is not None else None for n in recurrent._flat_weights_names]
+        for slot in slots:
+            slot.store[slot.key] = values[slot.name]
+        for layer in recurrent:
+            layer.__dict__["_flat_weights"] = [getattr(layer, n) if n is not None else None for n in layer._flat_weights_names]
         yield
     finally:
-        for recurrent, own in flattened:
-            recurrent.__dict__["_flat_weights"] = own
-        for store, name, own_value in reversed(undo):
-            store[name] = own_value
+        for slot, value in zip(slots, own_values, strict=True):
+            slot.store[slot.key] = value
+        for layer, weights in own_lists:
+            layer.__dict__["_flat_weights"] = weights
