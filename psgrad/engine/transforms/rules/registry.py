@@ -112,18 +112,22 @@ def decompose(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `op` as a program of other operators, on tracers; an error that names it where there is none."""
     function = decomposition_of(op)
     if function is None:
-        raise UnsupportedOperatorError(
-            f"operator {op.name()}.{op._overloadname} has no rule{diagnostics.where()}"
-            if op._overloadname != "default" and "." not in op.name()
-            else f"operator {op.name()} has no rule{diagnostics.where()}",
-            expected="an operator with a rule of its own, or one that PyTorch can express with such operators",
-            cause="psgrad never falls back to a slow loop in silence, nor guesses a derivative",
-            next_step="write the computation with other operators, or add a rule: docs/adding-an-operator.md shows how",
-        )
-    result = function(*args, **kwargs)
+        raise _without_rule(op, "psgrad never falls back to a slow loop in silence, nor guesses a derivative")
+    try:
+        result = function(*args, **kwargs)
+    except UnsupportedOperatorError as error:
+        if function is not decomposition_table.get(op):
+            raise
+        raise _without_rule(op, f"PyTorch writes it with other operators, and {error.arrived}") from error
     if result is NotImplemented:
-        raise UnsupportedOperatorError(
-            f"operator {op.name()} has no rule, and PyTorch's decomposition does not take these arguments{diagnostics.where()}",
-            next_step="write the computation with other operators, or add a rule: docs/adding-an-operator.md shows how",
-        )
+        raise _without_rule(op, "PyTorch writes it with other operators, but not for these arguments")
     return result
+
+
+def _without_rule(op: Op, cause: str) -> UnsupportedOperatorError:
+    return UnsupportedOperatorError(
+        f"operator {op.name()} has no rule{diagnostics.where()}",
+        expected="an operator with a rule of its own, or one that PyTorch can express with such operators",
+        cause=cause,
+        next_step="write the computation with other operators, or add a rule: docs/adding-an-operator.md shows how",
+    )
