@@ -47,10 +47,9 @@ class RunFolder:
         """
         run = cls(path)
         try:
+            cls.require_free(path, overwrite)
             if path.is_dir():
-                run._take_over(overwrite)
-            elif path.exists() or path.is_symlink():
-                raise OutputExistsError(f"the output {path} exists and is not a folder", next_step="choose another --output")
+                run._clear()
             else:
                 # Norms and losses tell about single training examples: a new folder is for its owner's eyes.
                 path.mkdir(parents=True, mode=0o700)
@@ -63,21 +62,29 @@ class RunFolder:
         run.write_manifest({"state": "running"})
         return run
 
-    def _take_over(self, overwrite: bool) -> None:
-        if not any(self.path.iterdir()):
+    @staticmethod
+    def require_free(path: Path, overwrite: bool = False) -> None:
+        """Raises OutputExistsError where `create` would: to be asked before any work is done. Changes nothing."""
+        if not path.exists() and not path.is_symlink():
             return
-        if not _is_run(self.path):
+        if not path.is_dir():
+            raise OutputExistsError(f"the output {path} exists and is not a folder", next_step="choose another --output")
+        if not any(path.iterdir()):
+            return
+        if not _is_run(path):
             raise OutputExistsError(
-                f"the output folder {self.path} is not empty and does not hold a psgrad run",
+                f"the output folder {path} is not empty and does not hold a psgrad run",
                 expected="a new or empty folder, or the folder of an earlier run",
                 next_step="choose another --output; --overwrite replaces earlier runs only",
             )
         if not overwrite:
             raise OutputExistsError(
-                f"the output folder {self.path} holds an earlier run",
+                f"the output folder {path} holds an earlier run",
                 expected="a new or empty folder",
                 next_step="choose another --output, or replace the earlier run with --overwrite",
             )
+
+    def _clear(self) -> None:
         # The manifest stays until create() replaces it: a crash half-way leaves a folder that can be recognised and overwritten.
         for name in OWN_ENTRIES:
             for entry in (self.path / name, *self.path.glob(f".{name}.*.tmp")):

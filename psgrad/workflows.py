@@ -43,6 +43,7 @@ def analyze(config: Config, *, overwrite: bool = False, progress: Say = lambda _
     Raises PsgradError for everything that can be wrong with the config, the model, the data or the disk. What is finished by
     then stays in the run folder.
     """
+    RunFolder.require_free(config.output, overwrite)
     clock = Clock()
     with clock("load"):
         device, dtype = pick_device(config.engine.device), getattr(torch, config.engine.dtype)
