@@ -16,6 +16,7 @@ from psgrad.engine.transforms.levels import (
     Op,
     Tracer,
     facts,
+    innermost,
     interpret,
     is_random,
     map_tracers,
@@ -148,6 +149,10 @@ class BatchLevel(Level):
             decompose(op, args, kwargs)
         else:
             rule(self.batch, op, *args, **kwargs)
+        for position in operator.mutated:
+            written = innermost(args[position])
+            if isinstance(written, torch.Tensor):
+                torch._C._increment_version([written])  # below autograd, PyTorch does not count
         return args[operator.mutated[0]]
 
     # -- random operators -------------------------------------------------------------------------------------------------

@@ -60,9 +60,14 @@ class Gradients(NamedTuple):
 
 
 def cotangents_and_value(
-    func: Callable[..., Any], positions: tuple[int, ...], args: tuple[Any, ...], kwargs: dict[str, Any], has_aux: bool
+    func: Callable[..., Any],
+    positions: tuple[int, ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    has_aux: bool,
+    consume: Callable[[int, torch.Tensor | None], None] | None = None,
 ) -> Gradients:
-    """The gradient of `func` in the arguments at `positions`, before zeros are filled in."""
+    """The gradient of `func` in the arguments at `positions`, before zeros are filled in; `consume` as for `pull_back`."""
     level = GradLevel()
     with level.body(grad_mode=True):
         traced, leaves, specs = _trace_arguments(level, args, positions)
@@ -76,7 +81,7 @@ def cotangents_and_value(
         # what only the function's last lines needed must not live on through the pass back
         del traced, leaves, out
     seeds = [(end, torch.ones((), dtype=value.dtype, device=value.device))] if end is not None else []
-    cotangents = pull_back(seeds, [start.node for start in starts], keep=False)
+    cotangents = pull_back(seeds, [start.node for start in starts], keep=False, consume=consume)
     return Gradients(cotangents, primals, specs, value, aux)
 
 
@@ -86,7 +91,7 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     Returns (value, vjp_fn), with `has_aux` (value, vjp_fn, aux). `vjp_fn(cotangents)` takes a pytree shaped like the value and
     returns a tuple, one entry a primal; it may be called any number of times, under any other transform.
     """
-    level = GradLevel()
+    level = GradLevel(outlives_body=True)
     with level.body(grad_mode=True):
         traced, leaves, specs = _trace_arguments(level, primals, tuple(range(len(primals))))
         starts = [_Place.of(leaf) for leaf in leaves]
@@ -116,6 +121,7 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
                     f"a cotangent of shape {tuple(cotangent.shape)} for an output of shape {tuple(value.shape)}",
                     expected="cotangents shaped like the outputs",
                 )
+        level.check_unchanged()
         found = pull_back(list(zip(ends, given, strict=True)), [start.node for start in starts], keep=True)
         gradients = [_zeros_like(x) if g is None else g for g, x in zip(found, primals_flat, strict=True)]
         return tuple(_unflatten(gradients, specs))

@@ -29,11 +29,13 @@ def functional_call(
         tie_weights: a tensor given for one name of a tied parameter stands for all its names.
         strict: whether all names must be given, and no others.
 
-    The module is as before when the call returns, also after an exception.
+    The module is as before when the call returns, also after an exception. In between it is not: two threads need a module each.
     """
     values = _merged(parameter_and_buffer_dicts)
     arguments = () if args is None else args if isinstance(args, tuple) else (args,)
     names = _own_names(module) if strict or tie_weights else {}
+    if tie_weights:
+        values = _tied(names, values)
     if strict:
         missing, unexpected = sorted(set(names) - set(values)), sorted(set(values) - set(names))
         if missing or unexpected:
@@ -41,8 +43,6 @@ def functional_call(
                 f"functional_call(strict=True): missing {missing}, unexpected {unexpected}",
                 expected="exactly the module's parameters and buffers",
             )
-    if tie_weights:
-        values = _tied(names, values)
     with swapped(slots_of(module, values), values):
         return module(*arguments, **(kwargs or {}))
 

@@ -81,6 +81,13 @@ class Tracer(torch.Tensor):
         return self.numpy()
 
 
+def innermost(value: Any) -> Any:
+    """The plain tensor under all tracers (or a deferred value, where one is in between)."""
+    while isinstance(value, Tracer):
+        value = value.value
+    return value
+
+
 def strides_of(value: torch.Tensor) -> tuple[int, ...]:
     """The strides of a value that is to be traced."""
     try:
@@ -311,8 +318,10 @@ def facts(op: Op) -> OpFacts:
 
 
 def is_random(op: Op, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether this call draws. Attention kernels can, and do so only with dropout."""
+    """Whether this call draws by itself. Attention kernels can, and do so only with dropout."""
     operator = facts(op)
+    if op in RANDOM_COMPOSITES:
+        return False
     if not operator.is_random or operator.dropout_position is None:
         return operator.is_random
     position = operator.dropout_position
@@ -321,7 +330,7 @@ def is_random(op: Op, args: Any, kwargs: dict[str, Any]) -> bool:
 
 aten = torch.ops.aten
 
-# Composite operators that draw: their schema does not say so, their pieces do.
+# Composite operators that draw: it is their pieces that are handled.
 RANDOM_COMPOSITES: frozenset[Op] = frozenset(
     {
         aten.dropout.default,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +29,7 @@ from psgrad.engine.transforms.levels import (
     facts,
     functional_variant,
     in_pieces,
+    innermost,
     interpret,
     is_random,
     map_tracers,
@@ -109,9 +111,11 @@ class GradLevel(Level):
 
     adopts = True
 
-    def __init__(self) -> None:
+    def __init__(self, *, outlives_body: bool = False) -> None:
+        """outlives_body: whether the record is used after the function has ended, when its values may have been written to."""
         super().__init__()
-        # Operators below run in the caller's grad mode: recording is switched on and off level by level.
+        self.needed: list[tuple[weakref.ref[torch.Tensor], int]] | None = [] if outlives_body else None
+        # What the caller does not want to be recorded is not recorded below either.
         self.callers_grad_mode = torch.is_grad_enabled()
 
     def leaf(self, value: torch.Tensor) -> GradTracer:
@@ -122,6 +126,23 @@ class GradLevel(Level):
 
     def owns(self, value: Any) -> bool:
         return isinstance(value, GradTracer) and value.level is self
+
+    def check_unchanged(self) -> None:
+        """Refuse to go back where a value that the record may need was written to since: PyTorch counts the writes."""
+        for reference, version in self.needed or ():
+            value = reference()
+            if value is not None and value._version != version:
+                raise TransformError(
+                    f"a tensor of shape {tuple(value.shape)} that vjp's function used was changed in place before vjp_fn was called",
+                    cause="an optimiser's step, or another operator that ends in an underscore",
+                    next_step="call vjp_fn before the change, or give the function a clone",
+                )
+
+    def _remember(self, values: Any, kwargs: Any) -> None:
+        assert self.needed is not None
+        for tensor in map(innermost, _tensors(values, kwargs)):
+            if isinstance(tensor, torch.Tensor) and not tensor.is_inference():
+                self.needed.append((weakref.ref(tensor), tensor._version))
 
     # -- one operator -------------------------------------------------------------------------------------------------
 
@@ -183,9 +204,9 @@ class GradLevel(Level):
     def _lower(self, op: Op, values: Any, kwargs: Any) -> Any:
         if is_random(op, values, kwargs):
             return interpret(op, values, kwargs, below=self)
-        if torch.is_grad_enabled() == self.callers_grad_mode:
+        if self.callers_grad_mode or not torch.is_grad_enabled():
             return op(*values, **kwargs)
-        with torch.set_grad_enabled(self.callers_grad_mode):
+        with torch.set_grad_enabled(False):
             return op(*values, **kwargs)
 
     def _tracked(self, args: tuple[Any, ...]) -> list[tuple[Any, GradTracer]]:
@@ -218,6 +239,8 @@ class GradLevel(Level):
 
     def _record(self, rule: Any, tracked: Sequence[tuple[Any, GradTracer]], result: Any, values: Any, kwargs: Any) -> Node | None:
         node = Node(len(result) if isinstance(result, (tuple, list)) else None)
+        if self.needed is not None:
+            self._remember(values, kwargs)
         grad_mode = torch.is_grad_enabled()
         torch._C._set_grad_enabled(self.callers_grad_mode)
         try:
@@ -314,8 +337,7 @@ class GradLevel(Level):
                 next_step="use the operator without the underscore, which returns a new tensor",
             )
         if not torch.is_grad_enabled() and target.node is not None:
-            # As in PyTorch: a write under no_grad changes the value, and the derivative goes by as if it had not.
-            new = GradTracer(self._unwrap(new), self, target.node, target.output)
+            new = _with_history_of(new, target)
         self._write(target, new)
         return target
 
@@ -332,6 +354,13 @@ class GradLevel(Level):
         target.writes += 1
 
 
+def _with_history_of(new: Any, old: Any) -> Any:
+    """As in PyTorch: a write under no_grad changes the value, and derivatives, of each level, go by as if it had not."""
+    if isinstance(new, GradTracer) and isinstance(old, GradTracer) and new.level is old.level:
+        return GradTracer(_with_history_of(new.value, old.value), new.level, old.node, old.output)
+    return new
+
+
 def _tensors(args: Any, kwargs: Any) -> Any:
     for argument in itertools.chain(args, kwargs.values()):
         if isinstance(argument, torch.Tensor):
@@ -343,12 +372,19 @@ def _tensors(args: Any, kwargs: Any) -> Any:
 # -- the pass back ----------------------------------------------------------------------------------------------------------
 
 
-def pull_back(seeds: Sequence[tuple[Any, torch.Tensor | None]], leaves: Sequence[Node | None], *, keep: bool) -> list[torch.Tensor | None]:
+def pull_back(
+    seeds: Sequence[tuple[Any, torch.Tensor | None]],
+    leaves: Sequence[Node | None],
+    *,
+    keep: bool,
+    consume: Callable[[int, torch.Tensor | None], None] | None = None,
+) -> list[torch.Tensor | None]:
     """Cotangents of `leaves`, given those of some results. None stands for zero.
 
     seeds: places in the record (anything with `node` and `output`), each with its cotangent.
-
     keep: whether the record is needed again; otherwise its closures are dropped as the pass goes, and memory with them.
+    consume: told the number and the cotangent of each leaf as soon as nothing more will be added to it, in place of returning
+        them all at the end: then at no time do all of them exist.
     """
     pending: dict[Node, list[torch.Tensor | None]] = {}
     heap: list[Node] = []
@@ -363,15 +399,27 @@ def pull_back(seeds: Sequence[tuple[Any, torch.Tensor | None]], leaves: Sequence
         known = slots[output]
         slots[output] = cotangent if known is None else aten.add.Tensor(known, cotangent)
 
+    def settle(node: Node) -> None:
+        if node in uses:
+            uses[node] -= 1
+            if not uses[node]:
+                slots = pending.pop(node, None)
+                assert consume is not None
+                consume(numbers[node], slots[0] if slots is not None else None)
+
     finished: dict[Node, torch.Tensor | None] = {}
     wanted = {node for node in leaves if node is not None}
+    numbers = {node: number for number, node in enumerate(leaves) if node is not None}
+    uses = _count_uses([place.node for place, _ in seeds], wanted) if consume is not None else {}
     with below_autograd(), rules_only(), _cotangents_of_shared_values() as shared:
         for place, cotangent in seeds:
             if place.node is not None:
                 add(place.node, place.output, cotangent)
         while heap:
             node = heapq.heappop(heap)
-            slots = pending.pop(node)
+            slots = pending.pop(node, None)
+            if slots is None:  # consumed already
+                continue
             if node in wanted:
                 finished[node] = slots[0]
             if not node.edges:
@@ -382,15 +430,41 @@ def pull_back(seeds: Sequence[tuple[Any, torch.Tensor | None]], leaves: Sequence
                 results = node.joint(cotangent, [edge.position for edge in node.edges])
                 for edge in node.edges:
                     add(edge.source, edge.output, results.get(edge.position))
+                    settle(edge.source)
+                del results
             else:
                 for edge in node.edges:
                     shared(edge.shared)
                     assert edge.closure is not None
                     # what an edge adds to a shared value's cotangent is a sum of un-run contractions, too
                     add(edge.source, edge.output, edge.closure(cotangent))
+                    settle(edge.source)
             if not keep:
                 node.edges, node.joint = [], None
+    if consume is not None:
+        for number, leaf in enumerate(leaves):
+            if leaf is not None and uses.get(leaf) != 0:  # never reached, or reached as the result itself
+                consume(number, finished.get(leaf))
+        return []
     return [finished.get(node) if node is not None else None for node in leaves]
+
+
+def _count_uses(ends: Sequence[Node | None], wanted: set[Node]) -> dict[Node, int]:
+    """For each wanted leaf, how many recorded operators that the ends depend on have it as an input."""
+    uses: dict[Node, int] = {}
+    seen: set[Node] = set()
+    waiting = [end for end in ends if end is not None]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for edge in node.edges:
+            if edge.source in wanted:
+                uses[edge.source] = uses.get(edge.source, 0) + 1
+            else:
+                waiting.append(edge.source)
+    return uses
 
 
 @contextmanager

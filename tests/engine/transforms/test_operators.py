@@ -17,7 +17,8 @@ DATABASE = entries()
 FOUNDATION = """
     t mm addmm bmm mv matmul view view_as reshape flatten unflatten clone expand expand_as contiguous squeeze unsqueeze transpose permute
     mT movedim select split unbind chunk narrow_copy cat stack hstack repeat tile roll flip index_select gather scatter scatter_add
-    nn.functional.linear add sub mul div.no_rounding_mode true_divide neg abs log log1p exp pow sqrt rsqrt reciprocal square sin cos tanh sigmoid erf
+    nn.functional.linear
+    add sub mul div.no_rounding_mode true_divide neg abs log log1p exp pow sqrt rsqrt reciprocal square sin cos tanh sigmoid erf
     sum mean var std var_mean amax amin max.reduction_with_dim min.reduction_with_dim maximum minimum clamp where masked_fill tril triu
     cumsum logsumexp softmax log_softmax norm linalg.norm linalg.vector_norm einsum outer eq ne lt le gt ge any all argmax logical_not
     zeros_like ones_like full_like new_zeros new_ones new_full copysign sgn sign xlogy

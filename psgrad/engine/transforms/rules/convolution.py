@@ -131,6 +131,8 @@ define(
 
 def weight_gradients(g: torch.Tensor, x: torch.Tensor, shape: torch.Size, geometry: Geometry) -> torch.Tensor:
     """Per-sample weight gradients [n, *shape] of a convolution with output cotangents g [n, b, o, *] and inputs x [n, b, i, *]."""
+    if not g.shape[0]:
+        return g.new_zeros(0, *shape)
     if grouped_kernel_is_fast(g, shape):
         return _as_groups(g, x, shape, geometry)
     columns, cotangents = as_matrices(g, x, shape, geometry)
