@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from models import GPT, cnn, mlp, resnet
 from torch import Tensor, nn
 
-from psgrad.engine.gradients import PerSampleGradients, per_sample_gradients
+from psgrad.engine.gradients import PerSampleGradients, per_sample_gradients, per_sample_square_norms
 from psgrad.engine.objective import Objective
 
 # What clipped sums may cost beyond the norms, as a multiple of plain.
@@ -114,7 +114,8 @@ class Contest:
         return per_sample_gradients(self.objective.loss, self.objective.params, (self.inputs,), self.target, has_aux=True)
 
     def norms(self) -> Tensor:
-        return self.deferred().square_norms().sqrt()
+        found = per_sample_square_norms(self.objective.loss, self.objective.params, (self.inputs,), self.target, has_aux=True)
+        return found.square_norms().sqrt()
 
     def clipped(self) -> dict[str, Tensor]:
         gradients = self.deferred()

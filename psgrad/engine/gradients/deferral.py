@@ -53,6 +53,14 @@ class DeferredGradient:
     def with_terms(self, terms: list[Placed], shape: Any = None) -> DeferredGradient:
         return DeferredGradient(tuple(terms), torch.Size(self.shape if shape is None else shape), self.dtype, self.device)
 
+    def at(self, samples: slice) -> DeferredGradient:
+        """The same for some of the samples."""
+        return self.with_terms([Placed(placed.term.at(samples), placed.layout) for placed in self.terms])
+
+    def describe(self) -> str:
+        """How its norms are computed."""
+        return " + ".join(placed.term.describe() for placed in self.terms) or "zero"
+
     def materialise(self) -> torch.Tensor:
         """[n, *shape]"""
         parts = [placed.layout.apply(placed.term.materialise(), lead=1) for placed in self.terms]

@@ -40,24 +40,61 @@ def per_sample_gradients(
 
     Nothing of the size n x parameters is made here, nor by a query that does not ask for it.
     """
-    level, record = _differentiate(loss, params, batch, in_dims, has_aux, randomness)
-    gradients: dict[str, DeferredGradient] = {}
-    for (name, parameter), cotangent in zip(params.items(), record.cotangents, strict=True):
-        gradients[name] = _collected(level, parameter, cotangent)
-    losses = level.batch.physical(record.value)
-    aux = tree_map(lambda x: level.batch.physical(x) if isinstance(x, torch.Tensor) else x, record.aux)
-    return PerSampleGradients(gradients, losses, aux)
+    found: dict[str, DeferredGradient] = {}
+    losses, aux = _pass(loss, params, batch, in_dims, has_aux, randomness, found.__setitem__)
+    return PerSampleGradients({name: found[name] for name in params}, losses, aux)
 
 
-def _differentiate(loss: Any, params: Any, batch: tuple[Any, ...], in_dims: Any, has_aux: bool, randomness: str) -> Any:
-    name = getattr(loss, "__name__", repr(loss))
+def per_sample_square_norms(
+    loss: Callable[..., Any],
+    params: Mapping[str, torch.Tensor],
+    *batch: Any,
+    in_dims: Any = 0,
+    has_aux: bool = False,
+    randomness: str = "error",
+) -> SquareNorms:
+    """The squared norms alone, with the arguments of `per_sample_gradients`.
+
+    Each parameter's gradient is contracted as soon as the pass back has all of it, and dropped: the factors of all parameters never
+    exist together.
+    """
+    norms: dict[str, torch.Tensor] = {}
+    computed_as: dict[str, str] = {}
+
+    def contract(name: str, gradient: DeferredGradient) -> None:
+        computed_as[name] = gradient.describe()
+        if gradient.terms:
+            norms[name] = square_norms([gradient])[0]
+
+    losses, aux = _pass(loss, params, batch, in_dims, has_aux, randomness, contract)
+    zero = torch.zeros(losses.shape, dtype=torch.float64, device=losses.device)
+    return SquareNorms({name: norms.get(name, zero) for name in params}, losses, aux, computed_as)
+
+
+def _pass(
+    loss: Callable[..., Any],
+    params: Mapping[str, torch.Tensor],
+    batch: tuple[Any, ...],
+    in_dims: Any,
+    has_aux: bool,
+    randomness: str,
+    consume: Callable[[str, DeferredGradient], None],
+) -> tuple[torch.Tensor, Any]:
+    """(losses [n], aux) of a batch; `consume` is told each parameter's gradient when it is complete."""
+    title = getattr(loss, "__name__", repr(loss))
     flat, spec = tree_flatten(batch)
-    dims = flat_in_dims(in_dims, batch, flat, spec, name)
-    level = BatchLevel(mapped_size(flat, dims, name), randomness, WeightDeferral())
+    dims = flat_in_dims(in_dims, batch, flat, spec, title)
+    level = BatchLevel(mapped_size(flat, dims, title), randomness, WeightDeferral())
+    names = list(params)
+
+    def complete(number: int, cotangent: torch.Tensor | None) -> None:
+        consume(names[number], _collected(level, params[names[number]], cotangent))
+
     with level.body():
         traced = [x if d is None else level.lift(x.movedim(d, 0)) for x, d in zip(flat, dims, strict=True)]
-        record = cotangents_and_value(loss, (0,), (dict(params), *tree_unflatten(traced, spec)), {}, has_aux)
-    return level, record
+        record = cotangents_and_value(loss, (0,), (dict(params), *tree_unflatten(traced, spec)), {}, has_aux, complete)
+        aux = tree_map(lambda x: level.batch.physical(x) if isinstance(x, torch.Tensor) else x, record.aux)
+        return level.batch.physical(record.value), aux
 
 
 def _collected(level: BatchLevel, parameter: torch.Tensor, cotangent: torch.Tensor | None) -> DeferredGradient:
@@ -129,21 +166,9 @@ class PerSampleGradients:
         per: 'total' over all parameters; 'parameter' as name -> [n]; 'module' likewise, by the parameters' owner
         ('' for parameters of the model itself).
         """
-        each = dict(zip(self.gradients, square_norms(list(self.gradients.values()), len(self), self.losses.device), strict=True))
-        if per == "parameter":
-            return each
-        if per == "module":
-            modules: dict[str, torch.Tensor] = {}
-            for name, norms in each.items():
-                owner = name.rpartition(".")[0]
-                modules[owner] = modules[owner] + norms if owner in modules else norms
-            return modules
-        if per != "total":
-            raise ValueError(f"per={per!r}: expected 'total', 'parameter' or 'module'")
-        total = torch.zeros(len(self), dtype=torch.float64, device=self.losses.device)
-        for norms in each.values():
-            total += norms
-        return total
+        zero = torch.zeros(len(self), dtype=torch.float64, device=self.losses.device)
+        found = square_norms(list(self.gradients.values()))
+        return _grouped({name: norms if norms is not None else zero for name, norms in zip(self.gradients, found, strict=True)}, per)
 
     def weighted_sum(self, weights: torch.Tensor) -> dict[str, torch.Tensor]:
         """name -> [*shape]: the sum over samples of the gradients, each times its weight [n]."""
@@ -185,7 +210,49 @@ class PerSampleGradients:
 
     def describe(self) -> dict[str, str]:
         """name -> how its norms are computed."""
-        return {name: " + ".join(p.term.describe() for p in gradient.terms) or "zero" for name, gradient in self.gradients.items()}
+        return {name: gradient.describe() for name, gradient in self.gradients.items()}
+
+
+@dataclass(frozen=True)
+class SquareNorms:
+    """What is left of per-sample gradients when only their norms were wanted.
+
+    Attributes:
+        by_parameter: name -> [n] float64, the squared norms.
+        losses, aux: as in PerSampleGradients.
+        computed_as: name -> how its norms were computed.
+    """
+
+    by_parameter: dict[str, torch.Tensor]
+    losses: torch.Tensor
+    aux: Any
+    computed_as: dict[str, str]
+
+    def __len__(self) -> int:
+        return int(self.losses.shape[0])
+
+    def square_norms(self, per: Per = "total") -> Any:
+        """As PerSampleGradients.square_norms."""
+        return _grouped(self.by_parameter, per)
+
+    def describe(self) -> dict[str, str]:
+        """name -> how its norms were computed."""
+        return self.computed_as
+
+
+def _grouped(norms: dict[str, torch.Tensor], per: Per) -> Any:
+    """Squared norms by parameter, added up as `per` says."""
+    if per == "parameter":
+        return norms
+    if per == "total":
+        return torch.stack(list(norms.values())).sum(0)
+    if per != "module":
+        raise ValueError(f"per={per!r}: expected 'total', 'parameter' or 'module'")
+    modules: dict[str, torch.Tensor] = {}
+    for name, square in norms.items():
+        owner = name.rpartition(".")[0]
+        modules[owner] = modules[owner] + square if owner in modules else square
+    return modules
 
 
 def _summed(gradient: DeferredGradient, query: Callable[[Term, Layout], torch.Tensor]) -> torch.Tensor:
@@ -202,15 +269,15 @@ def _summed(gradient: DeferredGradient, query: Callable[[Term, Layout], torch.Te
 _TINY = 1e-30
 
 
-def square_norms(gradients: Sequence[DeferredGradient], n: int, device: torch.device) -> list[torch.Tensor]:
-    """[n] float64 for each gradient: the squared norms of its samples."""
+def square_norms(gradients: Sequence[DeferredGradient]) -> list[Any]:
+    """[n] float64 for each gradient: the squared norms of its samples; None for a gradient without terms."""
     terms = [placed.term for gradient in gradients for placed in gradient.terms]
     norms = iter(reliable_square_norms(terms))
     found = []
     for gradient in gradients:
-        total = torch.zeros(n, dtype=torch.float64, device=device)
+        total: Any = None
         for place, placed in enumerate(gradient.terms):
-            total = total + next(norms)
+            total = next(norms) if total is None else total + next(norms)
             for other in gradient.terms[:place]:
                 total = total + 2 * cross_products(placed, other)
         # rounding may leave a tiny negative number where two terms cancel

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from psgrad.engine.gradients.per_sample import PerSampleGradients, per_sample_gradients
+from psgrad.engine.gradients.per_sample import PerSampleGradients, per_sample_gradients, per_sample_square_norms
 from psgrad.errors import ModelError, PsgradError
 
 # Without a better estimate: what activations and intermediates take, as a multiple of the factors that are kept.
@@ -34,10 +34,16 @@ class Batch(Protocol):
 
 
 class Measure(Protocol):
-    """Something that is computed from deferred gradients, sample by sample."""
+    """Something that is computed from deferred gradients, sample by sample.
+
+    A chunk may be tried more than once, so what a measure gathers over the whole dataset counts from `keep` on.
+    """
 
     def columns(self, gradients: PerSampleGradients) -> dict[str, torch.Tensor]:
         """name -> [n], for the samples of one chunk, which come in dataset order."""
+
+    def keep(self) -> None:
+        """The chunk that `columns` was last asked about is done."""
 
 
 @dataclass(frozen=True)
@@ -80,19 +86,35 @@ class Stream:
 
     def gradients(self, start: int, stop: int) -> PerSampleGradients:
         """The deferred gradients of the rows start, ..., stop - 1, all at once."""
-        return self.gradients_of(*self.load(start, stop))
+        return self._gradients_of(*self.load(start, stop))
+
+    def gradients_at(self, rows: Sequence[int]) -> PerSampleGradients:
+        """The deferred gradients of a few rows from anywhere, all at once.
+
+        Raises ModelError, with the row, where the model or the loss fails or memory runs out.
+        """
+        loaded = [self.load(row, row + 1) for row in rows]
+        inputs = tuple(torch.cat(column) for column in zip(*(inputs for inputs, _ in loaded), strict=True))
+        targets = [target for _, target in loaded if target is not None]
+        try:
+            return self._gradients_of(inputs, torch.cat(targets) if targets else None)
+        except PsgradError:
+            raise
+        except Exception as error:
+            raise self._failure(error, rows) from error
 
     def load(self, start: int, stop: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
         """The inputs and the target of the rows start, ..., stop - 1, on the device and in the dtype of the parameters."""
         batch = self.read(start, stop)
         return tuple(self._placed(x) for x in batch.inputs), None if batch.target is None else self._placed(batch.target)
 
-    def gradients_of(self, inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None) -> PerSampleGradients:
-        """The deferred gradients of rows that are loaded."""
+    def _gradients_of(self, inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None) -> PerSampleGradients:
+        found: PerSampleGradients = self._differentiated(per_sample_gradients, inputs, target)
+        return found
+
+    def _differentiated(self, how: Callable[..., Any], inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None) -> Any:
         in_dims = (0, None if target is None else 0)
-        return per_sample_gradients(
-            self.loss, self.params, inputs, target, in_dims=in_dims, has_aux=True, randomness=self.randomness
-        )
+        return how(self.loss, self.params, inputs, target, in_dims=in_dims, has_aux=True, randomness=self.randomness)
 
     def run(self, count: int, measures: Sequence[Measure]) -> Iterator[Columns]:
         """The measures' columns for the rows 0, ..., count - 1, in order."""
@@ -115,20 +137,24 @@ class Stream:
     def _attempt(self, start: int, stop: int, measures: Sequence[Measure]) -> dict[str, torch.Tensor] | None:
         """The columns of one chunk; None where memory ran out. The failed attempt's memory is free again on return."""
         try:
-            gradients = self.gradients(start, stop)
+            if self.automatic or any(measure.needs_factors for measure in measures):
+                gradients: Any = self.gradients(start, stop)
+            else:
+                gradients = self._differentiated(per_sample_square_norms, *self.load(start, stop))
             if self.automatic:
                 self._size_chunks(gradients)
             values: dict[str, torch.Tensor] = {}
             for measure in measures:
                 values.update({name: column.detach().cpu() for name, column in measure.columns(gradients).items()})
-            return values
         except PsgradError:
             raise
         except Exception as error:
-            if not is_out_of_memory(error):
-                raise self._failure(error, start, stop) from error
-            if stop - start == 1:
-                raise _too_large(start, error) from error
+            if not is_out_of_memory(error) or stop - start == 1:
+                raise self._failure(error, range(start, stop)) from error
+        else:
+            for measure in measures:
+                measure.keep()
+            return values
         # Outside the handler: the traceback, and with it every tensor of the attempt, is gone.
         gc.collect()
         if self.device.type == "cuda":
@@ -145,34 +171,52 @@ class Stream:
             # past the caches' size larger chunks only cost memory
             self.chunk_size = max(1, min(self.chunk_size, max(_PROBE, _CPU_CHUNK_BYTES // each)))
 
-    def _failure(self, error: Exception, start: int, stop: int) -> PsgradError:
-        """The model or the loss raised: find the first row that does it, and say so."""
-        row, cause = start, error
-        if stop - start > 1:
-            for row in range(start, stop):
-                try:
-                    self.gradients(row, row + 1)
-                except Exception as single:
-                    cause = single
-                    break
-            else:
-                row, cause = start, error
+    def _failure(self, error: Exception, rows: Sequence[int]) -> PsgradError:
+        """The model, the loss or the memory failed on these rows together: find the first row that does by itself, and say so."""
+        if len(rows) == 1:
+            return self._failure_alone(error, rows[0])
+        for row in rows:
+            try:
+                self.gradients(row, row + 1)
+            except Exception as single:
+                return self._failure_alone(single, row)
+        together = f"rows {rows[0]} to {rows[-1]} together, though on none of them alone"
         return ModelError(
-            f"the model or the loss raised {type(cause).__name__} on row {row}: {str(cause).splitlines()[0] if str(cause) else ''}",
-            expected="a forward pass that works for a batch of one, from the columns that the config names",
-            cause="an input of another shape or range than the model takes (a token beyond the vocabulary, another image size)",
-            next_step="call the model on this row by hand; check data.inputs and data.target",
+            f"the model or the loss raised {type(error).__name__} on {together}: {_first_line(error)}",
+            cause="memory that is just enough for one sample" if is_out_of_memory(error) else "a program that depends on the batch's size",
+            next_step="set engine.chunk_size: 1 and engine.verify: 1",
+        )
+
+    def _failure_alone(self, error: Exception, row: int) -> PsgradError:
+        if isinstance(error, PsgradError):
+            return error
+        if is_out_of_memory(error):
+            return _too_large(row, error)
+        inputs, _ = self.load(row, row + 1)
+        given = ", ".join(f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in inputs)
+        cause = "an input of another shape, type or range than the model takes (a token beyond the vocabulary, another image size)"
+        if any(x.dtype == torch.int64 for x in inputs):
+            cause = "a token beyond the vocabulary; or pixels saved as whole numbers, where the model takes the floats that it was trained on"
+        return ModelError(
+            f"the model or the loss raised {type(error).__name__} on row {row}: {_first_line(error)}",
+            expected=f"a forward pass that works for one row of the columns that the config names: {given}",
+            cause=cause,
+            next_step="check data.inputs and data.target; --debug shows the line of the model",
         )
 
 
 _CPU_CHUNK_BYTES = 256 << 20
 
 
+# What the CPU's allocator and the libraries of CUDA say in plain RuntimeErrors.
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "CUDA error: out of memory", "_STATUS_ALLOC_FAILED")
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that memory ran out, on a GPU or on the CPU."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
 
 
 def free_memory(device: torch.device) -> int:
@@ -187,7 +231,11 @@ def free_memory(device: torch.device) -> int:
 
 def _too_large(row: int, error: Exception) -> PsgradError:
     return ModelError(
-        f"memory ran out on row {row} alone: {str(error).splitlines()[0]}",
+        f"memory ran out on row {row} alone: {_first_line(error)}",
         expected="room for one sample's forward and backward pass",
         next_step="use a device with more memory, or engine.dtype: bfloat16",
     )
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "")

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from psgrad.engine.gradients import PerSampleGradients
+from psgrad.engine.gradients import PerSampleGradients, SquareNorms
 
 
 class GradientNorms:
@@ -15,18 +15,25 @@ class GradientNorms:
     Besides, it keeps the distribution of the norm in each parameter, over all samples with finite numbers, in bounded memory.
     """
 
+    needs_factors = False
+
     def __init__(self) -> None:
         self.parameters: dict[str, NormDistribution] = {}
         self.computed_as: dict[str, str] = {}
+        self._chunk: dict[str, torch.Tensor] = {}
 
-    def columns(self, gradients: PerSampleGradients) -> dict[str, torch.Tensor]:
+    def columns(self, gradients: PerSampleGradients | SquareNorms) -> dict[str, torch.Tensor]:
         squares = gradients.square_norms(per="parameter")
         total = torch.stack(list(squares.values())).sum(0)
         finite = torch.isfinite(total) & torch.isfinite(gradients.losses)
-        for name, square in squares.items():
-            self.parameters.setdefault(name, NormDistribution()).add(square[finite].sqrt().cpu())
+        self._chunk = {name: square[finite].sqrt().cpu() for name, square in squares.items()}
         self.computed_as = gradients.describe()
         return {"loss": gradients.losses.double(), "grad_norm": total.sqrt()}
+
+    def keep(self) -> None:
+        for name, norms in self._chunk.items():
+            self.parameters.setdefault(name, NormDistribution()).add(norms)
+        self._chunk = {}
 
 
 class NormDistribution:

@@ -7,16 +7,22 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.gradients import PerSampleGradients
+from psgrad.engine.gradients import PerSampleGradients, SquareNorms
+from psgrad.engine.gradients.terms import accumulating
 
 Summary = Callable[[Any, Any], dict[str, torch.Tensor]]
 
 
 class Predictions:
-    """The columns that an Objective's summary made, as they are."""
+    """The columns that an Objective's summary made; halves, which no table knows, as float32."""
 
-    def columns(self, gradients: PerSampleGradients) -> dict[str, torch.Tensor]:
-        return dict(gradients.aux)
+    needs_factors = False
+
+    def columns(self, gradients: PerSampleGradients | SquareNorms) -> dict[str, torch.Tensor]:
+        return {name: accumulating(column) for name, column in gradients.aux.items()}
+
+    def keep(self) -> None:
+        """Nothing is gathered over the dataset."""
 
 
 def summary_for(kind: str, ignore_index: int = -100) -> Summary | None:
