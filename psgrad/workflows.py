@@ -6,6 +6,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import nn
 
 import psgrad
 from psgrad.config import Config
-from psgrad.engine.gradients.streaming import Stream
+from psgrad.engine.gradients.streaming import Columns, Stream
 from psgrad.engine.measures.norms import GradientNorms
 from psgrad.engine.measures.predictions import Predictions, summary_for
 from psgrad.engine.objective import Objective
@@ -52,7 +53,8 @@ def analyze(config: Config, *, overwrite: bool = False, progress: Say = lambda _
         samples = load_data(config.data, config.base)
         model = loaded.model.to(device, dtype)
         objective = Objective(model, criterion.function, summary_for(criterion.kind, criterion.ignore_index))
-        read = checked_reader(samples, criterion, lambda: class_count(model, criterion, samples, device, dtype))
+        first_output = partial(output_of_first_row, model, samples, device, dtype)
+        read = checked_reader(samples, criterion, class_count(first_output, criterion))
         stream = Stream(
             objective.loss,
             objective.params,
@@ -62,7 +64,7 @@ def analyze(config: Config, *, overwrite: bool = False, progress: Say = lambda _
             say=lambda message: progress(Progress(0, len(samples), "samples", message)),
         )
     with clock("self-check"):
-        check = None if draws_at_random(model) else self_check(objective, stream, len(samples), config.engine.verify)
+        check = None if draws_at_random(first_output, model, device) else self_check(objective, stream, len(samples), config.engine.verify)
     folder = RunFolder.create(config.output, overwrite)
     facts = describe_run(config, loaded, criterion, samples, device, check)
     with recorded(folder, facts, clock):
@@ -103,29 +105,33 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def checked_reader(samples: Samples, criterion: Criterion, classes: Callable[[], int | None]) -> Callable[[int, int], Block]:
+def output_of_first_row(model: nn.Module, samples: Samples, device: torch.device, dtype: torch.dtype) -> Any:
+    """What the model says to the first row as a batch of one, without psgrad's transforms."""
+    inputs = samples.read(0, 1).inputs
+    with torch.no_grad():
+        return model(*[x.to(device, dtype if x.is_floating_point() else None) for x in inputs])
+
+
+def checked_reader(samples: Samples, criterion: Criterion, classes: int | None) -> Callable[[int, int], Block]:
     """Reads blocks whose targets fit the loss. Where all targets are at hand they are checked now, before any work."""
-    known = classes()
     if samples.targets is not None:
-        check_targets(criterion, torch.as_tensor(samples.targets), known)
+        check_targets(criterion, torch.as_tensor(samples.targets), classes)
         return samples.read
 
     def read(start: int, stop: int) -> Block:
         block = samples.read(start, stop)
-        check_targets(criterion, block.target, known, first_row=start)
+        check_targets(criterion, block.target, classes, first_row=start)
         return block
 
     return read
 
 
-def class_count(model: nn.Module, criterion: Criterion, samples: Samples, device: torch.device, dtype: torch.dtype) -> int | None:
+def class_count(first_output: Callable[[], Any], criterion: Criterion) -> int | None:
     """The size of the output's class axis, from one sample; None where the loss knows no classes, or the model fails (told later)."""
     if criterion.kind not in ("class", "token"):
         return None
-    block = samples.read(0, 1)
     try:
-        with torch.no_grad():
-            output = model(*[x.to(device, dtype if x.is_floating_point() else None) for x in block.inputs])
+        output = first_output()
     except Exception:
         return None
     if not isinstance(output, torch.Tensor) or output.dim() < 2:
@@ -133,10 +139,21 @@ def class_count(model: nn.Module, criterion: Criterion, samples: Samples, device
     return int(output.shape[-1 if criterion.kind == "token" else 1])
 
 
-def draws_at_random(model: nn.Module) -> bool:
-    """Whether two calls of the model differ: then a plain gradient is no witness, as it draws anew."""
-    dropout = nn.modules.dropout._DropoutNd
-    return any(isinstance(m, dropout) and m.training and m.p > 0 for m in model.modules())
+def draws_at_random(first_output: Callable[[], Any], model: nn.Module, device: torch.device) -> bool:
+    """Whether the model draws random numbers: then a plain gradient is no witness, as it draws anew."""
+    if not model.training:
+        return False  # psgrad's own pass refuses random operators there
+    before = random_state(device)
+    try:
+        first_output()
+    except Exception:
+        return False
+    return not torch.equal(before, random_state(device))
+
+
+def random_state(device: torch.device) -> torch.Tensor:
+    """The state of the generator that operators on this device draw from."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def collect(stream: Stream, samples: Samples, measures: list[Any], folder: RunFolder, progress: Say) -> pd.DataFrame:
@@ -152,24 +169,24 @@ def collect(stream: Stream, samples: Samples, measures: list[Any], folder: RunFo
             waiting.clear()
 
     progress(Progress(0, len(samples), "samples"))
-    for columns in stream.run(len(samples), measures):
-        rows = slice(columns.start, columns.stop)
-        waiting.append(
-            pd.DataFrame(
-                {
-                    "id": samples.ids[rows],
-                    "index": np.arange(columns.start, columns.stop),
-                    **({"target": samples.targets[rows]} if samples.targets is not None else {}),
-                    **{name: column.numpy() for name, column in columns.values.items()},
-                }
-            )
-        )
-        progress(Progress(columns.stop, len(samples), "samples"))
-        if sum(map(len, waiting)) >= _ROWS_PER_SHARD or time.monotonic() - last > _SECONDS_PER_SHARD:
-            keep()
-            last = time.monotonic()
-    keep()
+    try:
+        for columns in stream.run(len(samples), measures):
+            waiting.append(rows_of(columns, samples))
+            progress(Progress(columns.stop, len(samples), "samples"))
+            if sum(map(len, waiting)) >= _ROWS_PER_SHARD or time.monotonic() - last > _SECONDS_PER_SHARD:
+                keep()
+                last = time.monotonic()
+    finally:
+        keep()  # after an interrupt too: what is computed is not thrown away
     return pd.concat(done, ignore_index=True)
+
+
+def rows_of(columns: Columns, samples: Samples) -> pd.DataFrame:
+    """The rows of one chunk: who they are, and what the measures said of them."""
+    rows = slice(columns.start, columns.stop)
+    target = {} if samples.targets is None else {"target": samples.targets[rows]}
+    values = {name: column.numpy() for name, column in columns.values.items()}
+    return pd.DataFrame({"id": samples.ids[rows], "index": np.arange(columns.start, columns.stop), **target, **values})
 
 
 def parameter_table(norms: GradientNorms, params: dict[str, torch.Tensor]) -> pd.DataFrame:
@@ -274,8 +291,9 @@ def recorded(folder: RunFolder, facts: dict[str, Any], clock: Clock) -> Iterator
     except BaseException as error:
         state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         try:
-            folder.write_manifest({**facts, "state": state, "error": str(error), "timings": clock.seconds})
-        except Exception:  # noqa: S110 - the disk may be full: what has gone wrong first is what the user must hear
-            pass
+            counts = {"finished_samples": folder.rows}
+            folder.write_manifest({**facts, "state": state, "error": str(error), "counts": counts, "timings": clock.seconds})
+        except Exception:
+            pass  # the disk may be full, and what has gone wrong first is what the user must hear
         raise
     folder.write_manifest({**facts, "state": "finished", "timings": clock.seconds})

@@ -51,7 +51,7 @@ def resolve_loss(config: LossConfig, base: Path) -> Criterion:
         return Criterion(config.name, partial(_custom, config.name, function), "custom", modules_imported=(module_of(config.name),))
     ignore_index = _IGNORED if config.ignore_index is None else config.ignore_index
     kind, function = _named(config, ignore_index)
-    return Criterion(config.name, function, kind, ignore_index)
+    return Criterion(config.name, partial(_of_one_tensor, config.name, function), kind, ignore_index)
 
 
 def _named(config: LossConfig, ignore_index: int) -> tuple[Kind, LossFunction]:
@@ -115,6 +115,18 @@ def _elementwise(loss: Callable[[Tensor, Tensor], Tensor], output: Tensor, targe
     same = [size for size in output.shape if size != 1] == [size for size in target.shape if size != 1]
     _require(same, "this loss", output, target)
     return loss(output, target.reshape(output.shape).to(output.dtype))
+
+
+def _of_one_tensor(name: str, loss: LossFunction, output: Any, target: Tensor) -> Tensor:
+    """A named loss, for models that return what it can be computed from."""
+    if isinstance(output, Tensor):
+        return loss(output, target)
+    parts = f" with {', '.join(map(str, list(output)[:8]))}" if isinstance(output, dict) else ""
+    raise LossError(
+        f"the model returned an object of type {type(output).__name__}{parts}",
+        expected=f"a tensor, for the loss {name}",
+        next_step="write a loss of your own that picks what it needs, def loss(output, target), and name it: file.py:loss",
+    )
 
 
 def _custom(name: str, loss: LossFunction, output: Tensor, target: Tensor) -> Tensor:

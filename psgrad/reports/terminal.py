@@ -50,6 +50,8 @@ def summary(result: AnalyzeResult) -> str:
             f"self-check: worst relative error {number(check.get('worst_relative_error'))} "
             f"over {check['samples']} samples, against a plain one-sample gradient"
         )
+    elif check.get("reason"):
+        lines.append(f"self-check: skipped, as {check['reason']}")
     return "\n".join(lines)
 
 

@@ -83,6 +83,7 @@ def test_signals_end_the_run_with_a_word(config: Path, number: signal.Signals, c
 def test_a_second_sigterm_ends_the_process_at_once(config: Path) -> None:
     body = """
         try:
+            print("at work", file=sys.stderr, flush=True)
             time.sleep(60)
         except KeyboardInterrupt:
             print("cleaning up", file=sys.stderr, flush=True)
@@ -90,7 +91,7 @@ def test_a_second_sigterm_ends_the_process_at_once(config: Path) -> None:
     """
     process = _start(config, body)
     assert process.stderr is not None
-    assert process.stderr.readline() == "under way\n"
+    assert [process.stderr.readline() for _ in range(2)] == ["under way\n", "at work\n"]
     process.terminate()
     assert process.stderr.readline() == "cleaning up\n"
     process.terminate()
