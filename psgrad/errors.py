@@ -34,9 +34,7 @@ class PsgradError(Exception):
         self.next_step = next_step
         parts = [arrived]
         parts += [
-            f"  {label}: {text}"
-            for label, text in (("expected", expected), ("likely cause", cause), ("next step", next_step))
-            if text
+            f"  {label}: {text}" for label, text in (("expected", expected), ("likely cause", cause), ("next step", next_step)) if text
         ]
         super().__init__("\n".join(parts))
 

@@ -1,4 +1,4 @@
-"""How many of the flipped labels a run of `psgrad analyze configs/digits.yaml` put near the top: python configs/digits/found.py runs/digits"""
+"""How many of the flipped labels a run put near the top: python configs/digits/found.py runs/digits"""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def _embedding_backward(batch: Batch, g: torch.Tensor, index: torch.Tensor, coun
     return DeferredGradient.of(term, term.shape)
 
 
-_STARTS = {
+_STARTS: dict[Op, Any] = {
     aten.mm.default: _mm,
     aten.bmm.default: _bmm,
     aten.convolution_backward.default: _convolution_backward,

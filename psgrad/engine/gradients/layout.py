@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ class Layout:
         if 0 in sizes or math.prod(sizes) != math.prod(shape):
             return None
         cuts = sorted(set(_suffix_products(sizes)) | set(_suffix_products(shape)), reverse=True)
-        if any(outer % inner for outer, inner in zip(cuts, cuts[1:], strict=False)):
+        if any(outer % inner for outer, inner in itertools.pairwise(cuts)):
             return None
         # each old atom is the run of new pieces between its own two cuts
         pieces: dict[int, list[int]] = {}
@@ -56,7 +57,7 @@ class Layout:
         for place, atom in enumerate(self.order):
             outer, inner = bounds[place], bounds[place + 1]
             inside = [c for c in cuts if inner <= c <= outer]
-            pieces[atom] = [a // b for a, b in zip(inside, inside[1:], strict=False)]
+            pieces[atom] = [a // b for a, b in itertools.pairwise(inside)]
         first: dict[int, int] = {}
         atoms: list[int] = []
         for atom in range(len(self.atoms)):

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from psgrad.engine.gradients.deferral import DeferredGradient, Placed, WeightDeferral, oriented
+from psgrad.engine.gradients.deferral import DeferredGradient, Placed, WeightDeferral, deferred_in, oriented
 from psgrad.engine.gradients.layout import Layout
 from psgrad.engine.gradients.terms import Convolution, Dense, Product, Rows, Term, accumulating, blocks, sum_of_products
 from psgrad.engine.transforms.batching import BatchLevel
@@ -101,9 +101,8 @@ def _collected(level: BatchLevel, parameter: torch.Tensor, cotangent: torch.Tens
     shape = parameter.shape
     if cotangent is None:  # the loss does not depend on the parameter
         return DeferredGradient((), shape, parameter.dtype, parameter.device)
-    if level.owns(cotangent) and isinstance(cotangent.value, DeferredGradient):
-        value = cotangent.value
-    else:
+    value = deferred_in(level.batch, cotangent)
+    if value is None:
         value = DeferredGradient.of(Dense(level.batch.physical(cotangent)), shape)
     return value.with_terms(_merged(value.terms))
 
@@ -174,8 +173,13 @@ class PerSampleGradients:
         """name -> [*shape]: the sum over samples of the gradients, each times its weight [n]."""
         weights = torch.as_tensor(weights, device=self.losses.device)
         if weights.shape != self.losses.shape:
-            raise TransformError(f"weights of shape {tuple(weights.shape)} for {len(self)} samples", expected=f"shape ({len(self)},)")
-        return {name: _summed(gradient, lambda term, layout: layout.apply(term.weighted_sum(weights))) for name, gradient in self.gradients.items()}
+            raise TransformError(
+                f"weighted_sum: weights of shape {tuple(weights.shape)} for {len(self)} samples", expected=f"shape ({len(self)},)"
+            )
+        return {
+            name: _summed(gradient, lambda term, layout: layout.apply(term.weighted_sum(weights)))
+            for name, gradient in self.gradients.items()
+        }
 
     def mean(self) -> dict[str, torch.Tensor]:
         """name -> [*shape]: the mean gradient."""

@@ -37,9 +37,14 @@ class Measure(Protocol):
     """Something that is computed from deferred gradients, sample by sample.
 
     A chunk may be tried more than once, so what a measure gathers over the whole dataset counts from `keep` on.
+
+    needs_factors: whether it asks for more than norms, losses and aux. Where no measure does, the factors of one parameter's
+    gradient are dropped before the next one's are complete.
     """
 
-    def columns(self, gradients: PerSampleGradients) -> dict[str, torch.Tensor]:
+    needs_factors: bool
+
+    def columns(self, gradients: Any) -> dict[str, torch.Tensor]:
         """name -> [n], for the samples of one chunk, which come in dataset order."""
 
     def keep(self) -> None:
@@ -126,7 +131,9 @@ class Stream:
                 self.chunk_size = max(1, (stop - start) // 2)
                 self.automatic = False
                 self.retries += 1
-                self.say(f"out of memory with {stop - start} samples at a time (rows {start} to {stop - 1}); going on with {self.chunk_size}")
+                self.say(
+                    f"out of memory with {stop - start} samples at a time (rows {start} to {stop - 1}); going on with {self.chunk_size}"
+                )
                 continue
             yield Columns(start, stop, values)
             start = stop
@@ -196,7 +203,9 @@ class Stream:
         given = ", ".join(f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in inputs)
         cause = "an input of another shape, type or range than the model takes (a token beyond the vocabulary, another image size)"
         if any(x.dtype == torch.int64 for x in inputs):
-            cause = "a token beyond the vocabulary; or pixels saved as whole numbers, where the model takes the floats that it was trained on"
+            cause = (
+                "a token beyond the vocabulary; or pixels saved as whole numbers, where the model takes the floats that it was trained on"
+            )
         return ModelError(
             f"the model or the loss raised {type(error).__name__} on row {row}: {_first_line(error)}",
             expected=f"a forward pass that works for one row of the columns that the config names: {given}",

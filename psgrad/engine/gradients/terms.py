@@ -352,18 +352,14 @@ class Convolution(Term):
         return joined(parts, self)
 
     def materialise(self) -> torch.Tensor:
-        parts = [
-            weight_gradients(self.cotangents[block], self.inputs[block], self.weight_shape, self.geometry) for block in self._blocks()
-        ]
+        parts = [weight_gradients(self.cotangents[block], self.inputs[block], self.weight_shape, self.geometry) for block in self._blocks()]
         return joined(parts, self, self.weight_shape)
 
     def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
         g, x = accumulating(self.cotangents), accumulating(self.inputs)
         g = g * weights.reshape(-1, *(1,) * (g.dim() - 1)).to(g.dtype)
         shape_only = torch.empty((), dtype=g.dtype, device=g.device).expand(self.weight_shape)
-        return aten.convolution_backward.default(
-            g.flatten(0, 1), x.flatten(0, 1), shape_only, [0], *self.geometry, [False, True, False]
-        )[1]
+        return aten.convolution_backward.default(g.flatten(0, 1), x.flatten(0, 1), shape_only, [0], *self.geometry, [False, True, False])[1]
 
     def dot(self, vector: torch.Tensor) -> torch.Tensor:
         g, x = accumulating(self.cotangents), accumulating(self.inputs)

@@ -85,4 +85,3 @@ class NormDistribution:
         place = int(torch.searchsorted(self._bins.cumsum(0), max(1, math.ceil(q * self.count))))
         middle = 0.0 if place == 0 else 10 ** (self._LOWEST + (place - 0.5) / self._PER_DECADE)
         return min(max(middle, self.minimum), self.maximum)
-

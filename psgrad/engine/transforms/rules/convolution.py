@@ -24,7 +24,8 @@ class Geometry(NamedTuple):
     @classmethod
     def of(cls, args: Sequence[Any], axes: int) -> Geometry:
         """PyTorch lets one number stand for all spatial axes."""
-        return cls(*[list(a) * axes if isinstance(a, (list, tuple)) and len(a) == 1 else a for a in args])
+        spread: list[Any] = [list(a) * axes if isinstance(a, (list, tuple)) and len(a) == 1 else a for a in args]
+        return cls(*spread)
 
 
 def _input_back(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Any, *geometry: Any) -> Callable[[torch.Tensor], torch.Tensor]:
