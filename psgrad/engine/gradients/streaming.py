@@ -131,9 +131,7 @@ class Stream:
                 self.chunk_size = max(1, (stop - start) // 2)
                 self.automatic = False
                 self.retries += 1
-                self.say(
-                    f"out of memory with {stop - start} samples at a time (rows {start} to {stop - 1}); going on with {self.chunk_size}"
-                )
+                self.say(f"out of memory on rows {start} to {stop - 1}; going on with {self.chunk_size} at a time")
                 continue
             yield Columns(start, stop, values)
             start = stop
@@ -203,9 +201,7 @@ class Stream:
         given = ", ".join(f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in inputs)
         cause = "an input of another shape, type or range than the model takes (a token beyond the vocabulary, another image size)"
         if any(x.dtype == torch.int64 for x in inputs):
-            cause = (
-                "a token beyond the vocabulary; or pixels saved as whole numbers, where the model takes the floats that it was trained on"
-            )
+            cause = "a token beyond the vocabulary; or pixels saved as whole numbers, where the model takes floats as it was trained on"
         return ModelError(
             f"the model or the loss raised {type(error).__name__} on row {row}: {_first_line(error)}",
             expected=f"a forward pass that works for one row of the columns that the config names: {given}",
