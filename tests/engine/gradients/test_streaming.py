@@ -1,0 +1,332 @@
+"""Datasets chunk by chunk: the same numbers for every chunk size, through want of memory, rows that fail, and more rows than fit."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from psgrad.engine.gradients import PerSampleGradients
+from psgrad.engine.gradients.streaming import Stream, free_memory, is_out_of_memory
+from psgrad.engine.measures.norms import GradientNorms
+from psgrad.engine.objective import Objective
+from psgrad.errors import DataError, ModelError
+from psgrad.inputs.samples import Block
+from tests.oracles import one_sample_gradients
+
+ROWS = 37
+
+
+class Table:
+    """Rows in memory that remember which of them were asked for together."""
+
+    def __init__(self, count: int = ROWS) -> None:
+        self.inputs, self.target = torch.randn(count, 6), torch.randint(3, (count,))
+        self.asked: list[tuple[int, int]] = []
+
+    def read(self, start: int, stop: int) -> Block:
+        self.asked.append((start, stop))
+        return Block((self.inputs[start:stop],), self.target[start:stop])
+
+
+OUT_OF_MEMORY = {
+    "cuda": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"),
+    "cpu": lambda: RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1"),
+    "numpy": lambda: MemoryError("Unable to allocate 1.00 TiB"),
+    "cublas": lambda: RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+}
+
+
+@pytest.fixture
+def model(device: torch.device) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double().to(device)
+
+
+def limited(read: Callable[[int, int], Block], room: int, error: Callable[[], Exception]) -> Callable[[int, int], Block]:
+    """The reader on a machine with memory for `room` rows at a time."""
+
+    def checked(start: int, stop: int) -> Block:
+        if stop - start > room:
+            raise error()
+        return read(start, stop)
+
+    return checked
+
+
+def stream_of(model: nn.Module, read: Callable[[int, int], Any], **options: Any) -> Stream:
+    objective = Objective(model, F.cross_entropy)
+    return Stream(objective.loss, objective.params, read, **options)
+
+
+def columns_of(stream: Stream, count: int = ROWS, measures: list[Any] | None = None) -> dict[str, Tensor]:
+    """All the columns of a run, whose chunks must follow each other without a gap."""
+    chunks = list(stream.run(count, [GradientNorms()] if measures is None else measures))
+    assert [0, *(chunk.stop for chunk in chunks)] == [*(chunk.start for chunk in chunks), count]
+    return {name: torch.cat([chunk.values[name] for chunk in chunks]) for name in chunks[0].values}
+
+
+def test_the_columns_are_those_of_one_sample_at_a_time(model: nn.Module, device: torch.device) -> None:
+    table = Table()
+    found = columns_of(stream_of(model, table.read))
+    inputs, target = table.inputs.double().to(device), table.target.to(device)
+    gradients = one_sample_gradients(model, F.cross_entropy, (inputs,), target)
+    norms = torch.cat([value.flatten(1) for value in gradients.values()], 1).norm(dim=1)
+    losses = F.cross_entropy(model(inputs), target, reduction="none")
+    torch.testing.assert_close(found["grad_norm"], norms.cpu(), rtol=1e-10, atol=0)
+    torch.testing.assert_close(found["loss"], losses.detach().cpu(), rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 32, ROWS, 1000, "auto"])
+def test_the_chunk_size_does_not_change_the_numbers(model: nn.Module, chunk_size: Any) -> None:
+    table = Table()
+    expected = columns_of(stream_of(model, table.read, chunk_size=ROWS))
+    found = columns_of(stream_of(model, table.read, chunk_size=chunk_size))
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 32, ROWS])
+def test_each_chunk_is_read_once_and_no_larger_than_asked(model: nn.Module, chunk_size: int) -> None:
+    table = Table()
+    columns_of(stream_of(model, table.read, chunk_size=chunk_size))
+    assert table.asked == [(start, min(start + chunk_size, ROWS)) for start in range(0, ROWS, chunk_size)]
+
+
+def test_an_automatic_chunk_starts_small_and_grows_to_what_fits(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = Table()
+    stream = stream_of(model, table.read)
+    columns_of(stream)
+    assert table.asked == [(0, 8), (8, ROWS)]
+    assert stream.chunk_size > ROWS
+
+    monkeypatch.setattr("psgrad.engine.gradients.streaming.free_memory", lambda device: 20_000)
+    scarce = Table()
+    columns_of(stream_of(model, scarce.read))
+    sizes = [stop - start for start, stop in scarce.asked]
+    assert sizes[0] == 8
+    assert 1 <= sizes[1] < ROWS - 8
+
+
+@pytest.mark.parametrize("kind", OUT_OF_MEMORY)
+@pytest.mark.parametrize("chunk_size", [20, "auto"])
+def test_want_of_memory_halves_the_chunk_and_changes_nothing_else(model: nn.Module, kind: str, chunk_size: Any) -> None:
+    table, said = Table(), list[str]()
+    expected = columns_of(stream_of(model, table.read, chunk_size=ROWS))
+    table.asked.clear()
+    stream = stream_of(model, limited(table.read, 6, OUT_OF_MEMORY[kind]), chunk_size=chunk_size, say=said.append)
+    torch.testing.assert_close(columns_of(stream), expected, rtol=1e-10, atol=0)
+    assert [row for start, stop in table.asked for row in range(start, stop)] == list(range(ROWS))
+    assert len(said) == stream.retries
+    if chunk_size == 20:
+        assert said == [f"out of memory on rows 0 to {last}; going on with {size} at a time" for last, size in ((19, 10), (9, 5))]
+    else:
+        assert said == ["out of memory on rows 0 to 7; going on with 4 at a time"]
+
+
+class Failing:
+    """A measure that finds no memory on its first `times` chunks, after the measures before it are through."""
+
+    needs_factors = False
+
+    def __init__(self, times: int) -> None:
+        self.times = times
+        self.kept = 0
+
+    def columns(self, gradients: Any) -> dict[str, Tensor]:
+        if self.times:
+            self.times -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return {}
+
+    def keep(self) -> None:
+        self.kept += 1
+
+
+def test_a_chunk_that_is_tried_again_counts_once_in_every_measure(model: nn.Module) -> None:
+    table, norms, failing = Table(), GradientNorms(), Failing(2)
+    stream = stream_of(model, table.read, chunk_size=20)
+    found = columns_of(stream, measures=[norms, failing])
+    assert stream.retries == 2
+    assert {distribution.count for distribution in norms.parameters.values()} == {ROWS}
+    assert failing.kept == -(-ROWS // 5)
+    expected = GradientNorms()
+    torch.testing.assert_close(found, columns_of(stream_of(model, table.read), measures=[expected]), rtol=1e-10, atol=0)
+    for name, distribution in norms.parameters.items():
+        assert distribution.mean == pytest.approx(expected.parameters[name].mean, rel=1e-12)
+
+
+def test_finished_chunks_stay_finished_when_memory_gets_scarce_later(model: nn.Module) -> None:
+    table = Table()
+
+    def read(start: int, stop: int) -> Block:
+        if start >= 20 and stop - start > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return table.read(start, stop)
+
+    columns_of(stream_of(model, read, chunk_size=10))
+    assert table.asked == [(0, 10), (10, 20), *((row, min(row + 2, ROWS)) for row in range(20, ROWS, 2))]
+
+
+@pytest.mark.parametrize("kind", OUT_OF_MEMORY)
+def test_a_row_that_is_too_large_by_itself_is_named(model: nn.Module, kind: str) -> None:
+    table = Table()
+
+    def read(start: int, stop: int) -> Block:
+        if stop > 11:
+            raise OUT_OF_MEMORY[kind]()
+        return table.read(start, stop)
+
+    done = []
+    with pytest.raises(ModelError, match="memory ran out on row 11 alone") as failure:
+        for chunk in stream_of(model, read, chunk_size=4).run(ROWS, [GradientNorms()]):
+            done.append((chunk.start, chunk.stop))
+    assert "bfloat16" in str(failure.value)
+    assert done[-1][1] == 11
+
+
+class Fussy(nn.Module):
+    """A lookup that fails beyond its table, as any embedding does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.table(tokens).mean(1)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4, 100, "auto"])
+def test_the_first_row_on_which_the_model_raises_is_named(chunk_size: Any) -> None:
+    tokens = torch.randint(5, (ROWS, 2))
+    tokens[[13, 14, 30]] = 7
+
+    def read(start: int, stop: int) -> Block:
+        return Block((tokens[start:stop],), torch.zeros(stop - start, dtype=torch.int64))
+
+    with pytest.raises(ModelError, match="raised IndexError on row 13: index out of range") as failure:
+        columns_of(stream_of(Fussy(), read, chunk_size=chunk_size))
+    assert "int64 [1, 2]" in str(failure.value)
+    assert "vocabulary" in str(failure.value)
+
+
+def test_a_model_that_fails_on_batches_alone_is_told_so() -> None:
+    calls = iter(range(1000))
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        if next(calls) == 0:
+            raise ValueError("not the first time")
+        return F.cross_entropy(output, target)
+
+    objective = Objective(nn.Linear(6, 3), loss)
+    with pytest.raises(ModelError, match="rows 0 to 7 together, though on none of them alone: not the first time"):
+        columns_of(Stream(objective.loss, objective.params, Table().read, chunk_size=8))
+
+
+def test_what_the_reader_finds_wrong_is_passed_on_as_it_is(model: nn.Module) -> None:
+    def read(start: int, stop: int) -> Block:
+        raise DataError("row 3 is ragged")
+
+    with pytest.raises(DataError, match="row 3 is ragged"):
+        columns_of(stream_of(model, read))
+
+
+def test_rows_from_anywhere_at_once(model: nn.Module) -> None:
+    table = Table()
+    grads = stream_of(model, table.read).gradients_at([5, 0, 36])
+    assert isinstance(grads, PerSampleGradients)
+    every = columns_of(stream_of(model, table.read))
+    torch.testing.assert_close(grads.square_norms().sqrt().cpu(), every["grad_norm"][[5, 0, 36]], rtol=1e-10, atol=0)
+
+
+def test_inputs_take_the_parameters_dtype_and_whole_numbers_stay_whole() -> None:
+    seen = []
+
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(5, 3)
+
+        def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+            seen.append((x.dtype, tokens.dtype))
+            return self.table(tokens).mean(1) * x.sum()
+
+    def read(start: int, stop: int) -> Block:
+        n = stop - start
+        return Block((torch.randn(n, 2), torch.randint(5, (n, 2))), torch.zeros(n, dtype=torch.int64))
+
+    columns_of(stream_of(Looks().bfloat16(), read, chunk_size=10))
+    assert set(seen) == {(torch.bfloat16, torch.int64)}
+
+
+# More rows than fit ---------------------------------------------------------------------------------------------------------------
+
+WIDTH = 2048
+
+
+def generated(largest: list[int]) -> Callable[[int, int], Block]:
+    """Rows that exist only while somebody looks at them; numpy's, as tracemalloc counts those."""
+
+    def read(start: int, stop: int) -> Block:
+        largest.append(stop - start)
+        rows = np.random.default_rng(start).standard_normal((stop - start, WIDTH), dtype=np.float32)
+        return Block((torch.from_numpy(rows),), torch.zeros(stop - start, dtype=torch.int64))
+
+    return read
+
+
+@pytest.fixture
+def _traced() -> Iterator[None]:
+    tracemalloc.start()
+    yield
+    tracemalloc.stop()
+
+
+@pytest.mark.usefixtures("_traced")
+def test_memory_does_not_grow_with_the_dataset(device: torch.device) -> None:
+    model, peaks = nn.Linear(WIDTH, 3).to(device), []
+    for count in (256, 2560):
+        sizes: list[int] = []
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        for _ in stream_of(model, generated(sizes), chunk_size=64).run(count, [GradientNorms()]):
+            pass
+        peaks.append(tracemalloc.get_traced_memory()[1] - before)
+        assert max(sizes) == 64
+    chunk = 64 * WIDTH * 4
+    assert chunk < peaks[0]
+    assert peaks[1] < peaks[0] + chunk
+
+
+# What counts as want of memory ----------------------------------------------------------------------------------------------------
+
+
+def test_other_errors_are_not_want_of_memory() -> None:
+    assert not is_out_of_memory(RuntimeError("shape mismatch"))
+    assert not is_out_of_memory(ValueError("can't allocate memory"))
+
+
+def test_there_is_free_memory(device: torch.device) -> None:
+    assert free_memory(device) > 1 << 20
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU whose memory can run out")
+def test_a_gpu_that_runs_out_of_memory_goes_on_in_smaller_chunks(device: torch.device) -> None:
+    class Hungry(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            # 8 GiB a sample, on a device with room for few of them
+            return self.layer(x) + 0 * self.layer.weight.sum() * x.new_ones(1, 2 << 30).mul(x[:, :1]).sum()
+
+    table, said = Table(8), list[str]()
+    model = Hungry().to(device)
+    expected = columns_of(stream_of(model, table.read, chunk_size=1), 8)
+    torch.testing.assert_close(columns_of(stream_of(model, table.read, chunk_size=8, say=said.append), 8), expected, rtol=1e-5, atol=0)
+    assert said
