@@ -28,11 +28,15 @@ class Geometry(NamedTuple):
         return cls(*spread)
 
 
-def _input_back(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Any, *geometry: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+def _input_back(
+    out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Any, *geometry: Any
+) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda g: aten.convolution_backward.default(g, x, weight, [0], *geometry, [True, False, False])[0]
 
 
-def _weight_back(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Any, *geometry: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+def _weight_back(
+    out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Any, *geometry: Any
+) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda g: aten.convolution_backward.default(g, x, weight, [0], *geometry, [False, True, False])[1]
 
 
@@ -113,12 +117,16 @@ def _cotangent_back(out: Any, g: torch.Tensor, x: torch.Tensor, weight: torch.Te
     return back
 
 
-def _backward_input_back(out: Any, g: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias_sizes: Any, *args: Any) -> Callable[..., Any]:
+def _backward_input_back(
+    out: Any, g: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias_sizes: Any, *args: Any
+) -> Callable[..., Any]:
     only = [True, False, False]
     return lambda hs: aten.convolution_backward.default(g, x, hs[1], [0], *args[:-1], only)[0] if hs[1] is not None else None
 
 
-def _backward_weight_back(out: Any, g: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias_sizes: Any, *args: Any) -> Callable[..., Any]:
+def _backward_weight_back(
+    out: Any, g: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias_sizes: Any, *args: Any
+) -> Callable[..., Any]:
     only = [False, True, False]
     return lambda hs: aten.convolution_backward.default(g, hs[0], weight, [0], *args[:-1], only)[1] if hs[0] is not None else None
 
@@ -135,7 +143,7 @@ def weight_gradients(g: torch.Tensor, x: torch.Tensor, shape: torch.Size, geomet
     if not g.shape[0]:
         return g.new_zeros(0, *shape)
     if grouped_kernel_is_fast(g, shape):
-        return _as_groups(g, x, shape, geometry)
+        return as_groups(g, x, shape, geometry)
     columns, cotangents = as_matrices(g, x, shape, geometry)
     return torch.matmul(columns.transpose(-2, -1), cotangents).transpose(-2, -1).reshape(g.shape[0], *shape)
 
@@ -149,7 +157,7 @@ def grouped_kernel_is_fast(g: torch.Tensor, shape: torch.Size) -> bool:
     return g.device.type == "cpu" and g.dtype == torch.float32 and min(shape[0], shape[1]) >= 8
 
 
-def _as_groups(g: torch.Tensor, x: torch.Tensor, shape: torch.Size, geometry: Geometry) -> torch.Tensor:
+def as_groups(g: torch.Tensor, x: torch.Tensor, shape: torch.Size, geometry: Geometry) -> torch.Tensor:
     """The samples as groups of one convolution, whose weight gradient then has a part for each."""
     n = g.shape[0]
     folded = [t.movedim(0, 1).flatten(1, 2) for t in (g, x)]  # [b, n * channels, *]
