@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed, WeightDeferral, deferred_in, oriented
 from psgrad.engine.gradients.layout import Layout
-from psgrad.engine.gradients.terms import Convolution, Dense, Product, Rows, Term, accumulating, blocks, sum_of_products
+from psgrad.engine.gradients.norms import square_norms
+from psgrad.engine.gradients.terms import Convolution, Dense, Product, Rows, Term, accumulating
 from psgrad.engine.transforms.batching import BatchLevel
 from psgrad.engine.transforms.differentiate import cotangents_and_value
 from psgrad.engine.transforms.vectorize import flat_in_dims, mapped_size
@@ -267,79 +268,3 @@ def _summed(gradient: DeferredGradient, query: Callable[[Term, Layout], torch.Te
     if total is None:
         return torch.zeros(gradient.shape, dtype=gradient.dtype, device=gradient.device)
     return total
-
-
-# Squares leave float32's range long before gradients do.
-_TINY = 1e-30
-
-
-def square_norms(gradients: Sequence[DeferredGradient]) -> list[Any]:
-    """[n] float64 for each gradient: the squared norms of its samples; None for a gradient without terms."""
-    terms = [placed.term for gradient in gradients for placed in gradient.terms]
-    norms = iter(reliable_square_norms(terms))
-    found = []
-    for gradient in gradients:
-        total: Any = None
-        for place, placed in enumerate(gradient.terms):
-            total = next(norms) if total is None else total + next(norms)
-            for other in gradient.terms[:place]:
-                total = total + 2 * cross_products(placed, other)
-        # rounding may leave a tiny negative number where two terms cancel
-        found.append(total.clamp_(min=0) if len(gradient.terms) > 1 else total)
-    return found
-
-
-def reliable_square_norms(terms: Sequence[Term]) -> list[torch.Tensor]:
-    """[n] float64 for each term; taken again in float64 for the samples whose squares left the range of float32."""
-    if not terms:
-        return []
-    norms = torch.stack([term.square_norms().double() for term in terms])
-    doubtful = ~torch.isfinite(norms) | (norms < _TINY)
-    if bool(doubtful.any()):
-        for place, term in enumerate(terms):
-            if term.dtype != torch.float64 and bool(doubtful[place].any()):
-                _retake(term, norms[place], torch.nonzero(doubtful[place]).squeeze(1))
-    return list(norms)
-
-
-def _retake(term: Term, norms: torch.Tensor, samples: torch.Tensor) -> None:
-    """Write float64 norms of some samples into `norms` [n]. Exact zeros and true infinities stay what they are."""
-    factors = [f[samples].flatten(1) for f in term.factors if f.dtype.is_floating_point and f[0].numel()]
-    largest = torch.stack([f.abs().amax(1) for f in factors])
-    retry = samples[(torch.isfinite(largest) & (largest > 0)).all(0)]
-    if len(retry):
-        norms[retry] = term.at(retry, torch.float64).square_norms()
-
-
-def cross_products(a: Placed, b: Placed) -> torch.Tensor:
-    """[n] float64: each sample's inner product of two terms of one parameter."""
-    x, y = oriented(a), oriented(b)
-    if isinstance(x, Product) and isinstance(y, Rows):
-        x, y = y, x
-    if isinstance(x, Rows) and isinstance(y, Product) and y.shape == (1, *x.shape):
-        return _rows_with_product(x, y)
-    return _written_out(a, b)
-
-
-def _rows_with_product(table: Rows, product: Product) -> torch.Tensor:
-    """A tied table: sum over positions t, s of left[t, index[s]] * <right[t], rows[s]>, in which no table-sized value appears."""
-    out = torch.empty(table.samples, dtype=torch.float64, device=table.device)
-    left, right, rows = accumulating(product.left).squeeze(1), accumulating(product.right).squeeze(1), accumulating(table.rows)
-    positions, looked_up = left.shape[1], rows.shape[1]
-    for block in blocks(table.samples, 2 * positions * looked_up * left.element_size(), table.device):
-        picked = torch.gather(left[block], 2, table.index[block].unsqueeze(1).expand(-1, positions, -1))  # [n, t, s]
-        inner = torch.bmm(right[block], rows[block].transpose(1, 2))  # [n, t, s]
-        out[block] = sum_of_products(picked, inner).double()
-    return out
-
-
-def _written_out(a: Placed, b: Placed) -> torch.Tensor:
-    """Terms of unlike kinds: both are made real, a block of samples at a time."""
-    size = 2 * a.term.dtype.itemsize
-    for s in a.layout.shape:
-        size *= s
-    out = torch.empty(a.term.samples, dtype=torch.float64, device=a.term.device)
-    for block in blocks(a.term.samples, size, a.term.device):
-        x, y = (accumulating(p.layout.apply(p.term.at(block).materialise(), lead=1)).flatten(1) for p in (a, b))
-        out[block] = sum_of_products(x, y).double()
-    return out
