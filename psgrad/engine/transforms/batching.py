@@ -6,6 +6,8 @@ real batched kernels. A value without that axis stays a plain value (or a tracer
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -15,11 +17,14 @@ from psgrad.engine.transforms.levels import (
     Level,
     Op,
     Tracer,
+    aten,
+    batch_statistics_error,
     facts,
     innermost,
     interpret,
     is_random,
     map_tracers,
+    out_of_place,
     refuse_mutation,
     state,
     strides_of,
@@ -88,6 +93,17 @@ class BatchLevel(Level):
         self.has_deferred = False
         self.batch = Batch(self)
 
+    @contextmanager
+    def body(self, grad_mode: bool | None = None) -> Iterator[Level]:
+        with super().body(grad_mode):
+            try:
+                yield self
+            except ValueError as error:
+                # How nn.functional.batch_norm greets a batch of one, before any operator runs.
+                if "more than 1 value per channel" not in str(error):
+                    raise
+                raise batch_statistics_error(diagnostics.where(error)) from error
+
     def lift(self, physical: Any) -> BatchTracer:
         return BatchTracer(physical, self)
 
@@ -145,10 +161,12 @@ class BatchLevel(Level):
                     "each sample would need a copy of its own of the tensor that is written to",
                 )
         rule = batching_rule(op)
-        if rule is None:
-            decompose(op, args, kwargs)
-        else:
+        if rule is not None:
             rule(self.batch, op, *args, **kwargs)
+        elif operator.mutated == (0,):
+            aten.copy_.default(args[0], out_of_place(op, args, kwargs))
+        else:
+            decompose(op, args, kwargs)
         for position in operator.mutated:
             written = innermost(args[position])
             if isinstance(written, torch.Tensor):

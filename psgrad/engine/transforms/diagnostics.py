@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -13,27 +14,31 @@ _TORCH = str(Path(torch.__file__).parent)
 _ENGINE = str(Path(__file__).parent.parent)
 
 
-def _frames() -> Iterator[FrameType]:
+def _frames(error: BaseException | None = None) -> Iterator[FrameType]:
+    """From the innermost outwards: the frames that run now, or those that an error came through."""
+    if error is not None:
+        yield from reversed([frame for frame, _ in traceback.walk_tb(error.__traceback__)])
+        return
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
-def user_line() -> str | None:
+def user_line(error: BaseException | None = None) -> str | None:
     """`file:line` of the innermost frame that belongs neither to PyTorch nor to the engine."""
-    for frame in _frames():
+    for frame in _frames(error):
         name = frame.f_code.co_filename
         if not name.startswith((_TORCH, _ENGINE, "<")):
             return f"{name}:{frame.f_lineno}"
     return None
 
 
-def module_path() -> str | None:
+def module_path(error: BaseException | None = None) -> str | None:
     """The innermost nn.Module whose forward is running, as `name (Class)`; the name is the one in the outermost module."""
     modules = [
         frame.f_locals["self"]
-        for frame in _frames()
+        for frame in _frames(error)
         if frame.f_code.co_name == "forward" and isinstance(frame.f_locals.get("self"), torch.nn.Module)
     ]
     if not modules:
@@ -43,12 +48,12 @@ def module_path() -> str | None:
     return f"{name or 'the model'} ({type(inner).__name__})"
 
 
-def where() -> str:
-    """` (in layer fc1 (Linear), model.py:12)`, as far as it is known."""
+def where(error: BaseException | None = None) -> str:
+    """` (in layer fc1 (Linear), model.py:12)`, as far as it is known: of what runs now, or of where an error came from."""
     parts = []
-    if module := module_path():
+    if module := module_path(error):
         parts.append(f"in {module}")
-    if line := user_line():
+    if line := user_line(error):
         parts.append(f"at {line}")
     return f" ({', '.join(parts)})" if parts else ""
 

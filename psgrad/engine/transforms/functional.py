@@ -131,7 +131,7 @@ def swapped(slots: Sequence[Slot], values: Mapping[str, torch.Tensor]) -> Iterat
         for slot in slots:
             slot.store[slot.key] = values[slot.name]
         for layer in recurrent:
-            layer.__dict__["_flat_weights"] = [getattr(layer, n) if n is not None else None for n in layer._flat_weights_names]
+            layer.__dict__["_flat_weights"] = [getattr(layer, n) if n is not None else None for n in layer.__dict__["_flat_weights_names"]]
         yield
     finally:
         for slot, value in zip(slots, own_values, strict=True):

@@ -20,7 +20,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
@@ -50,14 +50,13 @@ class Tracer(torch.Tensor):
     level: Level
     value: Any
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
-    base_name: ClassVar[str] = "Tracer"
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, op: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, op: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return interpret(op, args, kwargs or {})
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(level={self.level.index}, value={self.value!r})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -257,9 +256,10 @@ def _top_level(args: Any, kwargs: dict[str, Any]) -> Level | None:
         if isinstance(argument, Tracer):
             level = argument.level
         elif isinstance(argument, (list, tuple)):  # `cat`, `stack`, `index`
-            level = _top_level(argument, {})
-            if level is None:
+            inner = _top_level(argument, {})
+            if inner is None:
                 continue
+            level = inner
         else:
             continue
         if not level.alive:
@@ -354,6 +354,8 @@ def functional_variant(op: Op) -> Op | None:
     special = {
         "bernoulli_.float": aten.bernoulli.p,
         "zero_": aten.zeros_like.default,
+        "pow_.Scalar": aten.pow.Tensor_Scalar,
+        "pow_.Tensor": aten.pow.Tensor_Tensor,
         "normal_": aten.normal_functional.default,
     }
     key = name + ("." + op._overloadname if op._overloadname != "default" else "")
@@ -371,7 +373,32 @@ def operator_defaults(op: Op, given: int, kwargs: dict[str, Any]) -> list[Any]:
     return []
 
 
-def refuse_mutation(op: Op, what: str, cause: str) -> Any:
+def out_of_place(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the in-place operator `op` would write, as a new tensor of the target's shape."""
+    functional, target = functional_variant(op), args[0]
+    if functional is None:
+        refuse_mutation(op, "a traced tensor", f"{op} has no counterpart that returns a new tensor")
+    new = functional(*args, *operator_defaults(functional, len(args), kwargs), **kwargs)
+    if new.shape != target.shape:
+        raise TransformError(
+            f"{op} can't turn a tensor of shape {tuple(target.shape)} into one of shape {tuple(new.shape)} in place{diagnostics.where()}",
+            next_step="use the operator without the underscore, which returns a new tensor",
+        )
+    return new
+
+
+def batch_statistics_error(where: str) -> TransformError:
+    """What to say to a BatchNorm that would mix the samples."""
+    return TransformError(
+        f"BatchNorm in training mode{where}",
+        expected="a layer that treats each sample by itself",
+        cause="in training mode the statistics are taken over the batch, so one sample's gradient depends on all others: "
+        "there is no per-sample gradient",
+        next_step="call model.eval() to use the running statistics, or replace the layer by GroupNorm and train again",
+    )
+
+
+def refuse_mutation(op: Op, what: str, cause: str) -> NoReturn:
     """In-place operators that can't be honoured fail by name; the alternative is a silently wrong number."""
     raise TransformError(
         f"{op.name().removeprefix('aten::')} writes in place into {what}{diagnostics.where()}",

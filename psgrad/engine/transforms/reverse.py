@@ -27,13 +27,12 @@ from psgrad.engine.transforms.levels import (
     aten,
     below_autograd,
     facts,
-    functional_variant,
     in_pieces,
     innermost,
     interpret,
     is_random,
     map_tracers,
-    operator_defaults,
+    out_of_place,
     refuse_mutation,
     rules_only,
     state,
@@ -56,7 +55,7 @@ class Node:
         self.sequence = next(_sequence)
         self.outputs = outputs  # how many results; None for one that does not come in a tuple
         self.edges: list[Edge] = []
-        self.joint: Closure | None = None  # one closure for all edges: cotangent(s) -> cotangents of the inputs, by position
+        self.joint: Callable[..., Any] | None = None  # one closure for all edges: cotangent(s) -> cotangents of the inputs, by position
 
     def __lt__(self, other: Node) -> bool:
         return self.sequence > other.sequence  # a heap pops the latest first
@@ -324,18 +323,9 @@ class GradLevel(Level):
                 "a tensor that the transform does not follow",
                 "the tensor was made outside the transformed function (a buffer, a cache), so what is written would be lost",
             )
-        functional = functional_variant(op)
-        if functional is None:
-            refuse_mutation(op, "a traced tensor", f"{op} has no counterpart that returns a new tensor")
-            raise AssertionError
-        new = functional(*args, *operator_defaults(functional, len(args), kwargs), **kwargs)
+        new = out_of_place(op, args, kwargs)
         if new.dtype != target.dtype:
             new = new.to(target.dtype)
-        if new.shape != target.shape:
-            raise TransformError(
-                f"{op} can't turn a tensor of shape {tuple(target.shape)} into one of shape {tuple(new.shape)} in place{diagnostics.where()}",
-                next_step="use the operator without the underscore, which returns a new tensor",
-            )
         if not torch.is_grad_enabled() and target.node is not None:
             new = _with_history_of(new, target)
         self._write(target, new)
@@ -347,7 +337,6 @@ class GradLevel(Level):
             written = write_through(op, base, new, rest, kwargs, output)
             if written is None:
                 refuse_mutation(op, f"a view made by {op}", "a write through this kind of view is not supported")
-                raise AssertionError
             self._write(base, written)
             target.writes_seen = base.writes
         target.value, target.node, target.output = new.value, new.node, new.output
@@ -424,10 +413,10 @@ def pull_back(
                 finished[node] = slots[0]
             if not node.edges:
                 continue
-            cotangent: Any = slots[0] if node.outputs is None else slots
+            arrived: Any = slots[0] if node.outputs is None else slots
             if node.joint is not None:
                 shared(False)
-                results = node.joint(cotangent, [edge.position for edge in node.edges])
+                results = node.joint(arrived, [edge.position for edge in node.edges])
                 for edge in node.edges:
                     add(edge.source, edge.output, results.get(edge.position))
                     settle(edge.source)
@@ -437,7 +426,7 @@ def pull_back(
                     shared(edge.shared)
                     assert edge.closure is not None
                     # what an edge adds to a shared value's cotangent is a sum of un-run contractions, too
-                    add(edge.source, edge.output, edge.closure(cotangent))
+                    add(edge.source, edge.output, edge.closure(arrived))
                     settle(edge.source)
             if not keep:
                 node.edges, node.joint = [], None

@@ -86,7 +86,8 @@ def _leave(level: BatchLevel, value: Any, dim: int | None, name: str) -> Any:
         return value
     if not isinstance(value, torch.Tensor):
         raise TransformError(
-            f"vmap({name}, ...): `{name}` must only return Tensors, got type {type(value)}. Did you mean to set out_dims= to None for output?"
+            f"vmap({name}, ...): `{name}` must only return Tensors, got type {type(value)}. "
+            "Did you mean to set out_dims= to None for output?"
         )
     rank = value.dim() + 1
     if not -rank <= dim < rank:
@@ -126,7 +127,8 @@ def flat_in_dims(in_dims: Any, args: tuple[Any, ...], flat: list[Any], spec: Any
             continue
         if not isinstance(d, int):
             raise TransformError(
-                f"vmap({name}, in_dims={in_dims}, ...)(<inputs>): Got in_dim={d} for an input but in_dim must be either an integer dimension or None."
+                f"vmap({name}, in_dims={in_dims}, ...)(<inputs>): Got in_dim={d} for an input but in_dim must be either "
+                "an integer dimension or None."
             )
         if not isinstance(x, torch.Tensor):
             raise TransformError(
@@ -148,7 +150,8 @@ def mapped_size(flat: list[Any], dims: list[int | None], name: str) -> int:
         raise TransformError(f"vmap({name}, ...): Expected at least one Tensor to vmap over.")
     if len(set(sizes)) > 1:
         raise TransformError(
-            f"vmap({name}, ...): Expected all tensors to have the same size in the mapped dimension, got sizes {sizes} for the mapped dimension"
+            f"vmap({name}, ...): Expected all tensors to have the same size in the mapped dimension, "
+            f"got sizes {sizes} for the mapped dimension"
         )
     return int(sizes[0])
 

@@ -176,23 +176,52 @@ def ways_to_map(program: Program) -> Iterator[tuple[Where, ...]]:
             yield tuple((-1 if alone % 2 else 0) if i == alone else None for i in range(count))
 
 
-def mapped_answers(program: Program, where: tuple[Where, ...]) -> tuple[list[Answer], Answer]:
-    """For two samples: what the loop says, and what vmap says, stacked."""
-    first, seeds = by_autograd(program, program.tensors, None)
-    others = [other_sample(tensor) if axis is not None else tensor for tensor, axis in zip(program.tensors, where, strict=True)]
-    try:
-        second, _ = by_autograd(program, others, seeds)
-    except Exception:  # out of the operator's domain, or a result of another shape: the same sample twice
-        others, second = list(program.tensors), first
-    pairs = list(zip(program.tensors, others, strict=True))
-    stacked = [torch.stack(pair, axis) if axis is not None else pair[0] for pair, axis in zip(pairs, where, strict=True)]
+@dataclass(frozen=True)
+class TwoSamples:
+    """A program on two samples: the tensors stacked where they are mapped, and what the loop says to each."""
 
-    def one(*tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        answer = by_psgrad(program, tensors, seeds)
-        return answer.values, answer.cotangents
+    program: Program
+    where: tuple[Where, ...]
+    stacked: list[Tensor]
+    seeds: list[Tensor | None]
+    loop: tuple[Answer, Answer]
 
-    values, cotangents = vmap(one, in_dims=where)(*stacked)
-    return [first, second], Answer(values, cotangents)
+    @classmethod
+    def of(cls, program: Program, where: tuple[Where, ...]) -> TwoSamples:
+        first, seeds = by_autograd(program, program.tensors, None)
+        others = [other_sample(tensor) if axis is not None else tensor for tensor, axis in zip(program.tensors, where, strict=True)]
+        try:
+            second, _ = by_autograd(program, others, seeds)
+        except Exception:  # out of the operator's domain, or a result of another shape: the same sample twice
+            others, second = list(program.tensors), first
+        pairs = zip(program.tensors, others, strict=True)
+        stacked = [torch.stack(pair, axis) if axis is not None else pair[0] for pair, axis in zip(pairs, where, strict=True)]
+        return cls(program, where, stacked, seeds, (first, second))
+
+    def vmap_of_vjp(self) -> Answer:
+        def one(*tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+            answer = by_psgrad(self.program, tensors, self.seeds)
+            return answer.values, answer.cotangents
+
+        return Answer(*vmap(one, in_dims=self.where)(*self.stacked))
+
+    def vjp_of_vmap(self) -> Answer:
+        """Only for tensors that are all mapped in front: the gradient goes through the batching rules."""
+        tracked = [i for i, seed in enumerate(self.seeds) if seed is not None]
+
+        def whole(*leaves: Tensor) -> tuple[Tensor, ...]:
+            given = list(self.stacked)
+            for i, leaf in zip(self.program.differentiable, leaves, strict=True):
+                given[i] = leaf
+            values = vmap(lambda *tensors: tuple(self.program(*tensors)))(*given)
+            return tuple(values[i] for i in tracked)
+
+        _, pull = vjp(whole, *[self.stacked[i] for i in self.program.differentiable])
+        seeds = [self.seeds[i] for i in tracked]
+        return Answer(self.vmap_of_vjp().values, pull(tuple(torch.stack([seed, seed]) for seed in seeds if seed is not None)))
+
+    def confirms(self, stacked: Answer, *, values_are_defined: bool) -> bool:
+        return all(agree(row(stacked, i), answer, values_are_defined=values_are_defined) for i, answer in enumerate(self.loop))
 
 
 def row(answer: Answer, sample: int) -> Answer:
@@ -277,11 +306,16 @@ def judge(entry: Any) -> Verdict:
 
         if not verdict.record(f"vjp of call {number} {shapes}", alone) or number >= MOST_MAPPED:
             continue
-        for where in ways_to_map(program):
+        for way, where in enumerate(ways_to_map(program)):
+            samples = TwoSamples.of(program, where)
 
-            def mapped(program: Program = program, where: tuple[Where, ...] = where) -> bool:
-                loop, stacked = mapped_answers(program, where)
-                return all(agree(row(stacked, i), answer, values_are_defined=defined) for i, answer in enumerate(loop))
+            def mapped(samples: TwoSamples = samples) -> bool:
+                return samples.confirms(samples.vmap_of_vjp(), values_are_defined=defined)
 
-            verdict.record(f"vmap {where} of call {number} {shapes}", mapped)
+            def pulled(samples: TwoSamples = samples) -> bool:
+                return samples.confirms(samples.vjp_of_vmap(), values_are_defined=defined)
+
+            came_to_an_end = verdict.record(f"vmap {where} of the vjp of call {number} {shapes}", mapped)
+            if way == 0 and came_to_an_end and samples.loop[0].cotangents:
+                verdict.record(f"vjp of the vmap of call {number} {shapes}", pulled)
     return verdict

@@ -28,7 +28,6 @@ WITHOUT_RULE = {
     "aten::as_strided": "as_strided",
     "aten::as_strided_copy": "as_strided_copy",
     "aten::as_strided_scatter": "as_strided_scatter",
-    "aten::bitwise_and_.Tensor": "isclose",
     "aten::cholesky": "cholesky",
     "aten::cholesky_inverse": "cholesky_inverse",
     "aten::cholesky_solve": "cholesky_solve",
@@ -64,7 +63,6 @@ WITHOUT_RULE = {
     "aten::nonzero_static": "nonzero_static",
     "aten::ormqr": "ormqr",
     "aten::put": "put",
-    "aten::resize_as_": "resize_as_",
     "aten::scatter_reduce.two": "scatter_reduce.sum scatter_reduce.prod scatter_reduce.mean scatter_reduce.amin scatter_reduce.amax",
     "aten::segment_reduce": "_segment_reduce.lengths _segment_reduce.offsets",
     "aten::special_airy_ai": "special.airy_ai",
@@ -127,7 +125,8 @@ OTHERWISE = {
     "polar": "view_as_real",
     "quantile": "squeeze_",  # changes a tensor's shape in place
     "nanquantile": "squeeze_",
-    "resize_": "resize_",
+    "resize_": "resize",
+    "resize_as_": "resize",
     "native_batch_norm": "writes in place",  # the layer behind it, nn.functional.batch_norm, works: running statistics are arguments
     "_native_batch_norm_legit": "writes in place",
     "_batch_norm_with_update": "writes in place",

@@ -754,6 +754,41 @@ def test_a_mapped_argument_may_be_written_to() -> None:
     assert torch.equal(ours, theirs)
 
 
+WRITTEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "masked_fill_": lambda y, x: y.masked_fill_(torch.tensor([True, False, True]), x[0]),
+    "fill_": lambda y, x: y.fill_(x[1]),
+    "index_fill_": lambda y, x: y.index_fill_(0, torch.tensor([0, 2]), x[1]),
+    "index_add_": lambda y, x: y.index_add_(0, torch.tensor([0, 0]), x[:2]),
+    "index_copy_": lambda y, x: y.index_copy_(0, torch.tensor([0, 2]), x[:2]),
+    "scatter_": lambda y, x: y.scatter_(0, torch.tensor([2, 0]), x[:2]),
+    "scatter_add_": lambda y, x: y.scatter_add_(0, torch.tensor([2, 2]), x[:2]),
+    "index_put_": lambda y, x: y.index_put_((torch.tensor([1, 1]),), x[:2], accumulate=True),
+    "addcmul_": lambda y, x: y.addcmul_(x, x, value=0.5),
+    "lerp_": lambda y, x: y.lerp_(x, 0.3),
+    "pow_": lambda y, x: y.abs_().pow_(x),
+    "where, through a slice": lambda y, x: y[1:].copy_(torch.where(x[1:] > 0, x[1:], y[:1])),
+    "cumsum_": lambda y, x: y.mul_(x).cumsum_(0),
+    "tril_": lambda y, x: y.expand(3, 3).clone().mul_(x).tril_(),
+    "clamp_": lambda y, x: y.clamp_(max=x[0]),
+    "logical": lambda y, x: (y > 0).logical_and_(x > 0) * x,
+    "sort": lambda y, x: y.copy_(x.sort().values).flip(0),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_writes_on_mapped_values(name: str) -> None:
+    rows = torch.randn(4, 3)
+
+    def f(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.cos() * 2
+        return y, WRITTEN[name](y, x)
+
+    expected = [torch.stack(column) for column in zip(*[f(row) for row in rows], strict=True)]
+    same(list(vmap(f)(rows)), expected)
+    same(list(vmap(f, in_dims=1)(rows.t().contiguous())), expected)
+    same(list(vmap(lambda pair: vmap(f)(pair))(rows.view(2, 2, 3))), [e.view(2, 2, *e.shape[1:]) for e in expected])
+
+
 def test_a_differentiated_argument_stays_as_it_is() -> None:
     x = torch.randn(3)
     kept = x.clone()

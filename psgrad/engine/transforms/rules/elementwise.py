@@ -353,11 +353,10 @@ def _in_place_batch(batch: Any, op: Any, target: torch.Tensor, *args: Any, **kwa
     return op(batch.physical(target), *[batch.aligned(a, rank) if isinstance(a, torch.Tensor) else a for a in args], **kwargs)
 
 
-for _op in (
-    *(getattr(aten, f"{_name}_").Tensor for _name in ["add", "sub", "mul", "div"]),
-    *(getattr(aten, f"{_name}_").Scalar for _name in ["add", "sub", "mul", "div"]),
-    *(getattr(aten, f"{_name}_").default for _name in ["relu", "sigmoid", "tanh", "exp", "log", "sqrt", "rsqrt", "neg", "abs", "sin", "cos", "reciprocal", "floor", "ceil", "round", "hardtanh", "hardswish", "hardsigmoid", "leaky_relu", "elu", "silu", "mish", "gelu", "clamp", "clamp_min", "clamp_max", "threshold", "zero", "addcmul", "addcdiv", "erf", "square", "logical_not"]),
-    aten.pow_.Scalar, aten.pow_.Tensor, aten.copy_.default, aten.fill_.Scalar, aten.masked_fill_.Scalar, aten.masked_fill_.Tensor,
-    aten.lerp_.Scalar, aten.lerp_.Tensor,
-):  # fmt: skip
-    define(_op, batch=_in_place_batch)
+# The others are carried out of place and copied: see BatchLevel.
+for _name in ("add", "sub", "mul", "div"):
+    _packet = getattr(aten, f"{_name}_")
+    define(_packet.Tensor, _packet.Scalar, batch=_in_place_batch)
+for _name in ("relu", "sigmoid", "tanh", "exp", "neg", "hardtanh", "leaky_relu", "elu", "silu", "mish", "gelu", "clamp", "zero", "copy"):
+    define(getattr(aten, f"{_name}_").default, batch=_in_place_batch)
+define(aten.fill_.Scalar, aten.masked_fill_.Scalar, batch=_in_place_batch)

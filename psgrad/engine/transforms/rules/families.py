@@ -53,7 +53,7 @@ def elementwise_batch(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
     rank = max(t.dim() for t in tensors)
     if len(tensors) > 1 and any(t.dtype != tensors[0].dtype for t in tensors):
-        args = _promoted(batch, args, tensors, rank)
+        args = tuple(_promoted(batch, args, tensors, rank))
     return op(*[batch.aligned(a, rank) if isinstance(a, torch.Tensor) else a for a in args], **kwargs)
 
 

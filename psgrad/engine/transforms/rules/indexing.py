@@ -28,12 +28,18 @@ def _embedding_back(
     return lambda g: aten.embedding_dense_backward.default(g, index, count, padding_idx, False)
 
 
-def _embedding_batch(batch: Any, op: Op, weight: torch.Tensor, index: torch.Tensor, *args: Any) -> torch.Tensor:
+def _embedding_batch(
+    batch: Any, op: Op, weight: torch.Tensor, index: torch.Tensor, padding_idx: int = -1, scale: bool = False, sparse: bool = False
+) -> torch.Tensor:
     if not batch.is_mapped(weight):
-        return op(weight, batch.raw(index), *args)
+        return op(weight, batch.raw(index), padding_idx, scale, sparse)
     n, count = batch.size, weight.shape[0]
     offset = torch.arange(n, device=weight.device).reshape(n, *(1,) * index.dim()) * count
-    return op(batch.physical(weight).flatten(0, 1), batch.raw(index) + offset)
+    out = op(batch.physical(weight).flatten(0, 1), batch.raw(index) + offset)
+    if padding_idx < 0:
+        return out
+    # The table has a padding row for each sample now, which the operator has no word for: they get no gradient by hand.
+    return torch.where((batch.raw(index) == padding_idx).unsqueeze(-1), out.detach(), out)
 
 
 def _embedding_backward_batch(
@@ -164,7 +170,6 @@ define(
     },
     batch=_index_add_batch,
 )
-
 
 
 @replace(aten.index_fill.int_Scalar)
@@ -323,10 +328,10 @@ def _search_batch(batch: Any, op: Op, *args: Any, sorter: Any = None, **kwargs: 
     if shared and boundaries.dim() == 1:
         return op(*[batch.raw(a) for a in args], **kwargs, **({} if sorter is None else {"sorter": sorter}))
     lead = boundaries.shape[:-1] if boundaries.dim() > 1 else ()
-    physical = [batch.physical(t) if t is not None else None for t in (boundaries, x, sorter)]
-    values = physical[1].reshape(batch.size, *(lead or [-1]), *([x.shape[-1]] if lead else []))
-    found = torch.searchsorted(physical[0].contiguous(), values.contiguous(), sorter=physical[2], **kwargs)
-    return found.reshape(physical[1].shape)
+    places, values = batch.physical(boundaries), batch.physical(x)
+    rows = values.reshape(batch.size, *lead, x.shape[-1] if lead else x.numel())
+    order = None if sorter is None else batch.physical(sorter)
+    return torch.searchsorted(places.contiguous(), rows.contiguous(), sorter=order, **kwargs).reshape(values.shape)
 
 
 constant(aten.bucketize.Tensor, aten.searchsorted.Tensor, batch=_search_batch)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms import diagnostics
+from psgrad.engine.transforms.levels import batch_statistics_error
 from psgrad.engine.transforms.rules.families import aten, sum_to
 from psgrad.engine.transforms.rules.registry import JointVJP, Op, define, replace
 from psgrad.errors import TransformError
@@ -28,7 +29,9 @@ def _through_statistics(x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor,
     return total
 
 
-def _input_back(result_back: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor) -> Callable[..., Any]:
+def _input_back(
+    result_back: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor
+) -> Callable[..., Any]:
     """From the cotangents of (result, mean, rstd) to the input's; `result_back` does the first."""
 
     def back(gs: Sequence[Any]) -> torch.Tensor | None:
@@ -36,9 +39,9 @@ def _input_back(result_back: Callable[[torch.Tensor], torch.Tensor], x: torch.Te
         if gs[1] is None and gs[2] is None:
             return through_result
         sets = mean.numel()
-        statistics = [t.reshape(sets, 1) if t is not None else None for t in (mean, rstd, gs[1], gs[2])]
         elements = x.reshape(sets, x.numel() // max(sets, 1))
-        through = _through_statistics(elements, statistics[0], statistics[1], statistics[2:]).reshape(x.shape).to(x.dtype)
+        of_statistics = [g.reshape(sets, 1) if g is not None else None for g in gs[1:]]
+        through = _through_statistics(elements, mean.reshape(sets, 1), rstd.reshape(sets, 1), of_statistics).reshape(x.shape).to(x.dtype)
         return through if through_result is None else through_result + through
 
     return back
@@ -51,13 +54,17 @@ def _layer_norm_input(out: Any, x: torch.Tensor, shape: Sequence[int], weight: A
     )
 
 
-def _layer_norm_weight(out: Any, x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor, bias: Any, eps: float) -> Callable[[list[Any]], Any]:
+def _layer_norm_weight(
+    out: Any, x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor, bias: Any, eps: float
+) -> Callable[[list[Any]], Any]:
     _, mean, rstd = out
     size, dtype = weight.shape, weight.dtype
     return lambda gs: sum_to(gs[0] * ((x - mean) * rstd), size, dtype) if gs[0] is not None else None
 
 
-def _layer_norm_bias(out: Any, x: torch.Tensor, shape: Sequence[int], weight: Any, bias: torch.Tensor, eps: float) -> Callable[[list[Any]], Any]:
+def _layer_norm_bias(
+    out: Any, x: torch.Tensor, shape: Sequence[int], weight: Any, bias: torch.Tensor, eps: float
+) -> Callable[[list[Any]], Any]:
     size, dtype = bias.shape, bias.dtype
     return lambda gs: sum_to(gs[0], size, dtype) if gs[0] is not None else None
 
@@ -81,9 +88,18 @@ define(
 
 
 def _layer_norm_backward_batch(
-    batch: Any, op: Op, g: torch.Tensor, x: torch.Tensor, shape: Sequence[int], mean: Any, rstd: Any, weight: Any, bias: Any, mask: Sequence[bool]
+    batch: Any,
+    op: Op,
+    g: torch.Tensor,
+    x: torch.Tensor,
+    shape: Sequence[int],
+    mean: Any,
+    rstd: Any,
+    weight: Any,
+    bias: Any,
+    mask: Sequence[bool],
 ) -> Any:
-    assert not (mask[1] or mask[2]), "the rules above ask for the input's cotangent alone"
+    assert not any(mask[1:]), "the rules above ask for the input's cotangent alone"
     cotangent = batch.physical(g)
     if batch.is_mapped(weight):
         cotangent, weight = cotangent * batch.aligned(weight, g.dim()), None
@@ -158,16 +174,12 @@ def _batch_norm(
 ) -> torch.Tensor:
     """With running statistics: an affine map per channel. With batch statistics: refused where the batch is ours."""
     if x.dim() < 2:
-        raise TransformError(f"batch norm of a tensor of shape {tuple(x.shape)}{diagnostics.where()}", expected="a batch axis and a channel axis")
+        raise TransformError(
+            f"batch norm of a tensor of shape {tuple(x.shape)}{diagnostics.where()}", expected="a batch axis and a channel axis"
+        )
     if training:
         if _samples_are_mapped(x):
-            raise TransformError(
-                f"BatchNorm in training mode{diagnostics.where()}",
-                expected="a layer that treats each sample by itself",
-                cause="in training mode the statistics are taken over the batch, so one sample's gradient depends on all others: "
-                "there is no per-sample gradient",
-                next_step="call model.eval() to use the running statistics, or replace the layer by GroupNorm and train again",
-            )
+            raise batch_statistics_error(diagnostics.where())
         return _with_batch_statistics(x, weight, bias, mean, var, momentum, eps)
     channels = (1, -1, *(1,) * (x.dim() - 2))
     scale = torch.rsqrt(var + eps)

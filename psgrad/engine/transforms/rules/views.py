@@ -30,7 +30,11 @@ def _view_batch(batch: Any, op: Op, x: torch.Tensor, size: Sequence[int]) -> tor
 
 define(aten.view.default, vjp={0: _back_to_shape}, batch=_view_batch)
 # Of a value that nobody else holds: a sample axis may have led the kernel that made it to a layout without a view.
-define(aten._unsafe_view.default, vjp={0: _back_to_shape}, batch=lambda batch, op, x, size: _view_batch(batch, aten.reshape.default, x, size))
+define(
+    aten._unsafe_view.default,
+    vjp={0: _back_to_shape},
+    batch=lambda batch, op, x, size: _view_batch(batch, aten.reshape.default, x, size),
+)
 define(
     aten._reshape_alias.default,
     vjp={0: _back_to_shape},
@@ -210,9 +214,7 @@ define(
     aten.unfold_backward.default,
     vjp={0: lambda out, g, shape, dim, size, step: lambda h: aten.unfold.default(h, dim, size, step)},
     batch=lambda batch, op, g, shape, dim, size, step: (
-        op(batch.physical(g), [batch.size, *shape], wrap_dim(dim, len(shape)) + 1, size, step)
-        if len(shape)
-        else batch.physical(g).sum(1)
+        op(batch.physical(g), [batch.size, *shape], wrap_dim(dim, len(shape)) + 1, size, step) if len(shape) else batch.physical(g).sum(1)
     ),
 )
 
@@ -271,7 +273,7 @@ define(
 
 
 def _unbind_back(out: Sequence[torch.Tensor], x: torch.Tensor, dim: int = 0) -> Callable[[list[Any]], torch.Tensor]:
-    shape, dtype, device = (out[0].shape if out else None), x.dtype, x.device
+    shape, dtype, device = out[0].shape, x.dtype, x.device
     return lambda gs: aten.stack.default([g if g is not None else torch.zeros(shape, dtype=dtype, device=device) for g in gs], dim)
 
 

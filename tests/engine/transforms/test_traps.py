@@ -1,0 +1,393 @@
+"""What goes wrong silently in transforms made of dispatched operators: handled, or refused with the user's line."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from psgrad.engine.transforms import functional_call, grad, vmap
+from psgrad.errors import TransformError, UnsupportedOperatorError
+
+ROOT = Path(__file__).parents[3]
+
+
+def refusal(program: Callable[[], Any]) -> str:
+    """The message of the refusal; it names a line of this file."""
+    with pytest.raises(TransformError) as caught:
+        program()
+    message = str(caught.value)
+    assert re.search(r"test_traps\.py:\d+", message), message
+    return message
+
+
+# -- a plain tensor that a traced value is written to ---------------------------------------------------------------------------
+
+WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "add_": lambda plain, x: plain.add_(x),
+    "copy_": lambda plain, x: plain.copy_(x),
+    "[0] =": lambda plain, x: plain.__setitem__(0, x[0]),
+    "[:] =": lambda plain, x: plain.__setitem__(slice(None), x),
+    "[mask] =": lambda plain, x: plain.__setitem__(torch.tensor([True, True, True]), x),
+    "index_put_": lambda plain, x: plain.index_put_((torch.tensor([0]),), x[:1]),
+    "through a view": lambda plain, x: plain.view(3, 1)[1].mul_(x[0]),
+    "out=": lambda plain, x: torch.mul(x, 2.0, out=plain),
+    "fill_": lambda plain, x: plain.fill_(x[0]),
+    "masked_fill_": lambda plain, x: plain.masked_fill_(torch.tensor([True, False, True]), x[0]),
+    "+=": lambda plain, x: plain.__iadd__(x),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("transform", ["grad", "vmap", "vmap(grad)"])
+def test_a_captured_tensor_is_not_written_to(name: str, transform: str) -> None:
+    captured = torch.zeros(3)
+
+    def f(x: Tensor) -> Tensor:
+        WRITES[name](captured, x)
+        return (captured * x).sum()
+
+    wrapped = {"grad": grad(f), "vmap": vmap(f), "vmap(grad)": vmap(grad(f))}[transform]
+    x = torch.ones(3) if transform == "grad" else torch.ones(2, 3)
+    assert "writes in place" in refusal(lambda: wrapped(x))
+    assert torch.equal(captured, torch.zeros(3))
+
+
+def test_a_captured_tensor_is_not_written_to_between_its_uses() -> None:
+    captured = torch.ones(3)
+
+    def f(x: Tensor) -> Tensor:
+        y = x * captured
+        captured.add_(1)
+        return y.sum()
+
+    assert "outside the transformed function" in refusal(lambda: grad(f)(torch.ones(3)))
+    assert "outside the transformed function" in refusal(lambda: grad(lambda m: vmap(f)(m).sum())(torch.ones(2, 3)))
+    assert torch.equal(captured, torch.ones(3))
+
+
+def test_a_counter_may_be_counted() -> None:
+    counter = torch.zeros((), dtype=torch.long)
+
+    def f(x: Tensor) -> Tensor:
+        counter.add_(1)
+        return x.square().sum()
+
+    assert torch.equal(grad(f)(torch.ones(3)), 2 * torch.ones(3))
+    assert counter == 1
+
+
+@pytest.mark.parametrize("name", sorted(set(WRITES) - {"out=", "[mask] ="}))
+def test_a_fresh_tensor_takes_traced_values_under_grad(name: str) -> None:
+    def f(x: Tensor) -> Tensor:
+        fresh = torch.zeros(3)
+        WRITES[name](fresh, x)
+        return (fresh * x).sum()
+
+    x = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    expected = torch.autograd.grad(f(x), x)[0]
+    torch.testing.assert_close(grad(f)(x.detach()), expected)
+    torch.testing.assert_close(vmap(grad(f))(x.detach().expand(2, 3)), expected.expand(2, 3))
+
+
+def test_a_fresh_tensor_under_vmap_alone_is_refused() -> None:
+    def f(x: Tensor) -> Tensor:
+        fresh = torch.zeros(3)
+        fresh[0] = x[0]
+        return fresh
+
+    message = refusal(lambda: vmap(f)(torch.ones(2, 3)))
+    assert "without a sample axis" in message
+    assert "new_zeros" in message
+    assert torch.equal(vmap(lambda x: x.new_zeros(3).add_(x))(torch.ones(2, 3)), torch.ones(2, 3))
+
+
+# -- autograd.Function ------------------------------------------------------------------------------------------------------------
+
+
+class Reversed(torch.autograd.Function):
+    """The identity, with the gradient turned round."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return -g
+
+
+class ReversedWithSetup(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return -g
+
+
+@pytest.mark.parametrize("function", [Reversed, ReversedWithSetup])
+def test_autograd_functions_are_refused_by_name(function: Any) -> None:
+    def f(x: Tensor) -> Tensor:
+        return function.apply(x * 2).sum()
+
+    for program in (lambda: grad(f)(torch.ones(3)), lambda: vmap(grad(f))(torch.ones(2, 3)), lambda: grad(grad(f))(torch.ones(()))):
+        assert function.__name__ in refusal(program)
+    assert torch.equal(vmap(f)(torch.ones(2, 3)), torch.full((2,), 6.0))
+
+
+def test_reentrant_checkpoints_are_refused_and_others_work() -> None:
+    layer = nn.Linear(3, 3)
+    params = {name: p.detach() for name, p in layer.named_parameters()}
+
+    def f(params: Any, x: Tensor, reentrant: bool) -> Tensor:
+        return checkpoint(lambda x: functional_call(layer, params, (x,)).sin(), x, use_reentrant=reentrant).sum()
+
+    message = refusal(lambda: grad(f)(params, torch.ones(2, 3), True))
+    assert "CheckpointFunction" in message
+    assert "use_reentrant=False" in message
+    leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
+    expected = torch.autograd.grad(functional_call(layer, leaves, (torch.ones(2, 3),)).sin().sum(), list(leaves.values()))
+    torch.testing.assert_close(list(grad(f)(params, torch.ones(2, 3), False).values()), list(expected))
+
+
+def test_a_custom_operator_is_refused_by_name() -> None:
+    with torch.library._scoped_library("psgrad_tests", "DEF") as library:
+        library.define("double(Tensor x) -> Tensor")
+        library.impl("double", lambda x: x.numpy() * 2, "CPU")
+        assert "psgrad_tests::double" in refusal(lambda: grad(lambda x: torch.ops.psgrad_tests.double(x).sum())(torch.ones(3)))
+        assert "psgrad_tests::double" in refusal(lambda: vmap(torch.ops.psgrad_tests.double)(torch.ones(3)))
+
+
+# -- fast paths, and composite operators where only primitive ones are expected -----------------------------------------------------
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_transformer_layers_in_eval_do_not_take_their_fast_path(norm_first: bool) -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=norm_first, dtype=torch.float64).eval()
+    leaves, x = dict(layer.named_parameters()), torch.randn(3, 5, 8, dtype=torch.float64)
+    params = {name: p.detach() for name, p in leaves.items()}
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        return functional_call(layer, params, (x[None],)).square().sum()
+
+    with torch.no_grad():
+        ours = vmap(grad(loss), (None, 0))(params, x)
+    for sample in range(3):
+        expected = torch.autograd.grad(layer(x[sample : sample + 1]).square().sum(), list(leaves.values()))
+        torch.testing.assert_close([g[sample] for g in ours.values()], list(expected), rtol=1e-10, atol=1e-11)
+
+
+def test_attention_layer_in_eval() -> None:
+    layer = nn.MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64).eval()
+    x = torch.randn(3, 5, 8, dtype=torch.float64)
+
+    def loss(x: Tensor, weights: bool) -> Tensor:
+        return layer(x[None], x[None], x[None], need_weights=weights)[0].square().sum()
+
+    for weights in (False, True):
+        leaf = x.clone().requires_grad_()
+        expected = torch.autograd.grad(sum(loss(row, weights) for row in leaf), leaf)[0]
+        with torch.no_grad():
+            torch.testing.assert_close(vmap(grad(loss), (0, None))(x, weights), expected, rtol=1e-10, atol=1e-11)
+
+
+COMPOSITE: dict[str, Callable[[Tensor], Tensor]] = {
+    "linear": lambda x: F.linear(x, x[:2], x[:2, 0]),
+    "matmul": lambda x: x @ x.t(),
+    "einsum": lambda x: torch.einsum("ij,kj->ik", x, x),
+    "reshape": lambda x: x.t().reshape(-1) * 2,
+    "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], is_causal=True),
+    "layer_norm": lambda x: F.layer_norm(x, (3,), x[0], x[1]),
+    "rms_norm": lambda x: F.rms_norm(x, (3,), x[0]),
+    "conv1d": lambda x: F.conv1d(x[None], x[None, :, :2]),
+    "cross_entropy": lambda x: F.cross_entropy(x, torch.tensor([0, 1, 2]), label_smoothing=0.1),
+    "normalize": lambda x: F.normalize(x),
+    "max_pool1d": lambda x: F.max_pool1d(x, 2),
+    "cosine": lambda x: F.cosine_similarity(x, x.flip(0)),
+    "kl_div": lambda x: F.kl_div(x.log_softmax(-1), x.t().softmax(-1), reduction="batchmean"),
+    "embedding": lambda x: F.embedding(torch.tensor([[0, 2], [1, 0]]), x, padding_idx=1),
+    "gru cell": lambda x: torch.gru_cell(x, x.sin(), torch.cat([x] * 3), torch.cat([x.cos()] * 3)),
+}
+
+
+@pytest.mark.parametrize("name", COMPOSITE)
+def test_composite_operators_at_every_level(name: str) -> None:
+    """Inside a handler PyTorch does not take them apart: at the second level they arrive as the user wrote them."""
+    f, rows = COMPOSITE[name], torch.randn(2, 3, 3, dtype=torch.float64)
+
+    def loss(x: Tensor) -> Tensor:
+        return f(x).sin().sum()
+
+    once = [torch.autograd.functional.jacobian(loss, row) for row in rows]
+    torch.testing.assert_close(vmap(f)(rows), torch.stack([f(row) for row in rows]))
+    torch.testing.assert_close(vmap(grad(loss))(rows), torch.stack(once))
+    torch.testing.assert_close(grad(lambda m: vmap(loss)(m).sum())(rows), torch.stack(once))
+    twice = torch.stack([torch.autograd.functional.hessian(loss, row).sum((0, 1)) for row in rows])
+    torch.testing.assert_close(vmap(grad(lambda x: grad(loss)(x).sum()))(rows), twice)
+    with torch.no_grad():
+        torch.testing.assert_close(vmap(grad(loss))(rows), torch.stack(once))
+    with torch.inference_mode():
+        inside = vmap(grad(loss))(rows)
+    torch.testing.assert_close(inside.clone(), torch.stack(once))
+
+
+# -- layers without a gradient of one sample ------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+def test_batch_norm_in_training_is_refused_with_its_name_and_the_way_out() -> None:
+    model = Net().train()
+    params = dict(model.named_parameters())
+    before = {name: b.clone() for name, b in model.named_buffers() if b.dtype.is_floating_point}
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        return functional_call(model, params, (x[None],)).sum()
+
+    message = refusal(lambda: vmap(grad(loss), (None, 0))(params, torch.randn(4, 3)))
+    assert "BatchNorm in training mode" in message
+    assert "body.1 (BatchNorm1d)" in message
+    assert "model.eval()" in message
+    assert "GroupNorm" in message
+    assert all(torch.equal(dict(model.named_buffers())[name], value) for name, value in before.items())
+
+
+def test_batch_norm_over_positions_of_one_sample_is_refused_too() -> None:
+    """Here PyTorch itself has nothing to say: a sample has many values a channel."""
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)).train()
+    params = dict(model.named_parameters())
+    message = refusal(
+        lambda: vmap(grad(lambda p, x: functional_call(model, p, (x[None],)).sum()), (None, 0))(params, torch.randn(4, 1, 5, 5))
+    )
+    assert "BatchNorm in training mode" in message
+    assert "1 (BatchNorm2d)" in message
+
+
+def test_batch_norm_in_eval_works() -> None:
+    model = Net().double()
+    model(torch.randn(8, 3, dtype=torch.float64))
+    model.eval()
+    params, x = dict(model.named_parameters()), torch.randn(4, 3, dtype=torch.float64)
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        return functional_call(model, params, (x[None],)).square().sum()
+
+    ours = vmap(grad(loss), (None, 0))(params, x)
+    for sample in range(4):
+        expected = torch.autograd.grad(loss(params, x[sample]), list(params.values()))
+        torch.testing.assert_close([g[sample] for g in ours.values()], list(expected), rtol=1e-10, atol=1e-12)
+
+
+def test_embeddings_that_count_tokens_are_refused() -> None:
+    tokens = torch.tensor([0, 0, 1])
+    message = refusal(lambda: grad(lambda w: F.embedding(tokens, w, scale_grad_by_freq=True).sum())(torch.randn(3, 2)))
+    assert "scale_grad_by_freq=False" in message
+
+
+# -- what depends on one sample's data ------------------------------------------------------------------------------------------------
+
+
+def _branch(x: Tensor) -> Tensor:
+    if x.sum() > 0:
+        return x
+    return -x
+
+
+DATA_DEPENDENT: dict[str, Callable[[Tensor], Any]] = {
+    "item": lambda x: x * x.sum().item(),
+    "float": lambda x: x * float(x[0]),
+    "int": lambda x: x * int(x[0]),
+    "tolist": lambda x: x * sum(x.tolist()),
+    "if": _branch,
+    "all": lambda x: x if (x > 0).all() else -x,
+    "mask": lambda x: x[x > 0],
+    "mask put": lambda x: x.clone().__setitem__(x > 0, 0.0),
+    "masked_select": lambda x: torch.masked_select(x, x > 0),
+    "nonzero": lambda x: x.nonzero(),
+    "where": lambda x: torch.where(x > 0)[0],
+    "unique": lambda x: x.unique(),
+    "equal": lambda x: x if torch.equal(x, x) else -x,
+    "range": lambda x: torch.stack([x for _ in range(x[0].long())]),
+    "numpy": lambda x: torch.from_numpy(x.numpy()),
+    "repeat": lambda x: x.repeat_interleave(x.long().abs()),
+}
+
+
+@pytest.mark.parametrize("name", DATA_DEPENDENT)
+def test_what_depends_on_one_samples_data_is_refused_with_the_line(name: str) -> None:
+    f = DATA_DEPENDENT[name]
+    line = inspect.getsourcelines(f)[1]
+    with pytest.raises(TransformError) as caught:
+        vmap(f)(torch.randn(2, 3))
+    named = [int(n) for n in re.findall(r"test_traps\.py:(\d+)", str(caught.value))]
+    assert line in named or (name == "if" and line + 1 in named), str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["item", "float", "if", "mask", "tolist"])
+def test_under_grad_alone_data_may_decide(name: str) -> None:
+    f, x = DATA_DEPENDENT[name], torch.tensor([1.5, -0.5, 2.5])
+    leaf = x.clone().requires_grad_()
+    torch.testing.assert_close(grad(lambda x: f(x).sum())(x), torch.autograd.grad(f(leaf).sum(), leaf)[0])
+
+
+def test_numpy_is_refused_under_grad_as_well() -> None:
+    assert "NumPy" in refusal(lambda: grad(lambda x: torch.from_numpy(x.numpy()).sum())(torch.ones(3)))
+
+
+# -- operators without a rule -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_operator_without_a_rule_is_named_with_line_and_page() -> None:
+    def program() -> Tensor:
+        return grad(lambda x: torch.linalg.qr(x)[1].sum())(torch.eye(3))
+
+    with pytest.raises(UnsupportedOperatorError) as caught:
+        program()
+    message = str(caught.value)
+    assert "aten::linalg_qr" in message
+    assert f"test_traps.py:{inspect.getsourcelines(program)[1] + 1}" in message
+    page = re.search(r"docs/[\w-]+\.md", message)
+    assert page is not None
+    assert (ROOT / page[0]).is_file()
+
+
+def test_the_layer_of_an_operator_without_a_rule_is_named() -> None:
+    class Odd(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.linalg.qr(x)[1]
+
+    model = nn.Sequential(nn.Linear(3, 3), Odd())
+    message = refusal(lambda: vmap(grad(lambda x: model(x).sum()))(torch.randn(2, 3, 3)))
+    assert "1 (Odd)" in message
+
+
+def test_a_decomposition_that_leads_nowhere_names_the_users_operator() -> None:
+    assert "aten::igamma " in refusal(lambda: vmap(torch.igamma)(torch.ones(2, 3), torch.ones(2, 3)))
+
+
+def test_a_metadata_change_in_place_is_refused() -> None:
+    for f in (lambda x: (x * 1).squeeze_(0), lambda x: (x * 1).t_(), lambda x: (x * 1).unsqueeze_(0)):
+        for program in (lambda f=f: grad(lambda x: f(x).sum())(torch.ones(1, 3)), lambda f=f: vmap(f)(torch.ones(2, 1, 3))):
+            message = refusal(program)
+            assert "in place" in message or "has no rule" in message
