@@ -44,7 +44,7 @@ class Objective:
         """(loss, summary) of one sample: inputs and target without a batch axis."""
         with swapped(self._slots, params):
             output = first(self.model(*[x.unsqueeze(0) for x in inputs]))
-        value = self.criterion(output, target)
+            value = self.criterion(output, target)  # inside: a loss may look at the model's weights, too
         if not isinstance(value, torch.Tensor) or value.dim() != 0:
             shape = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
             raise LossError(

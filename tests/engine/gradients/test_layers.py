@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.engine.gradients.agreement import check_layer, deferred_gradients
+from tests.oracles import one_sample_gradients
 
 CONVOLUTIONS = {
     (1, False): nn.Conv1d,
@@ -255,3 +256,18 @@ def test_unused_parameter_has_a_zero_gradient(device: torch.device) -> None:
     model = nn.Linear(3, 2)
     model.unused = nn.Parameter(torch.randn(4))
     check_layer(model, (randn(3, 3),), device)
+
+
+def test_a_loss_that_looks_at_the_weights(device: torch.device) -> None:
+    """A penalty on a weight adds the same to every sample's gradient, beside the factors that stay un-run."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(device, torch.float64)
+    inputs, target = randn(5, 3).to(device, torch.float64), torch.randint(2, (5,), device=device)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target) + 0.1 * model[0].weight.square().sum()
+
+    grads = deferred_gradients(model, loss, (inputs,), target)
+    norms, values = grads.square_norms(per="parameter"), grads.materialise()
+    for name, expected in one_sample_gradients(model, loss, (inputs,), target).items():
+        torch.testing.assert_close(values[name], expected)
+        torch.testing.assert_close(norms[name].sqrt(), expected.flatten(1).norm(dim=1))
