@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import register_random, settings
+
+from tests.workplace import Workplace
 
 # The same examples in every run: a test that fails does so for everybody. The first call on a device is slow, so no deadline.
 settings.register_profile("psgrad", deadline=None, derandomize=True, max_examples=30)
@@ -37,3 +41,9 @@ def device() -> torch.device:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Workplace:
+    """A folder with a config that works, to be changed by the test."""
+    return Workplace(tmp_path, monkeypatch, capfd)
