@@ -16,7 +16,7 @@ import torch
 from psgrad.engine.gradients.layout import Layout
 from psgrad.engine.gradients.terms import Convolution, Dense, Product, Rows, Term
 from psgrad.engine.transforms.batching import Batch
-from psgrad.engine.transforms.levels import Op
+from psgrad.engine.transforms.operators import Op
 from psgrad.engine.transforms.rules.convolution import Geometry
 from psgrad.engine.transforms.rules.families import wrap_dim
 

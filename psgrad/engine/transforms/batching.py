@@ -13,22 +13,8 @@ from typing import Any, Protocol
 import torch
 
 from psgrad.engine.transforms import diagnostics
-from psgrad.engine.transforms.levels import (
-    Level,
-    Op,
-    Tracer,
-    aten,
-    batch_statistics_error,
-    facts,
-    innermost,
-    interpret,
-    is_random,
-    map_tracers,
-    out_of_place,
-    refuse_mutation,
-    state,
-    strides_of,
-)
+from psgrad.engine.transforms.levels import Level, Tracer, innermost, interpret, map_tracers, state, strides_of
+from psgrad.engine.transforms.operators import Op, aten, facts, is_random, out_of_place, refuse_mutation
 from psgrad.engine.transforms.rules.registry import batching_rule, decompose
 from psgrad.errors import TransformError
 
@@ -60,6 +46,7 @@ class BatchTracer(Tracer):
     """A value with a sample axis. `value` is the physical tensor, or a Deferred one that becomes a tensor when it is needed."""
 
     level: BatchLevel
+    carries_samples = True
 
     @staticmethod
     def __new__(cls, value: Any, level: BatchLevel) -> BatchTracer:
@@ -102,7 +89,7 @@ class BatchLevel(Level):
                 # How nn.functional.batch_norm greets a batch of one, before any operator runs.
                 if "more than 1 value per channel" not in str(error):
                     raise
-                raise batch_statistics_error(diagnostics.where(error)) from error
+                raise diagnostics.batch_statistics_error(diagnostics.where(error)) from error
 
     def lift(self, physical: Any) -> BatchTracer:
         return BatchTracer(physical, self)

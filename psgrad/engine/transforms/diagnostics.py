@@ -10,6 +10,8 @@ from types import FrameType
 
 import torch
 
+from psgrad.errors import TransformError
+
 _TORCH = str(Path(torch.__file__).parent)
 _ENGINE = str(Path(__file__).parent.parent)
 
@@ -71,3 +73,14 @@ def running_autograd_function() -> str | None:
             return getattr(owner, "__name__", None) or (previous.f_code.co_qualname if previous is not None else "?")
         previous = frame
     return None
+
+
+def batch_statistics_error(where: str) -> TransformError:
+    """What to say to a BatchNorm that would mix the samples."""
+    return TransformError(
+        f"BatchNorm in training mode{where}",
+        expected="a layer that treats each sample by itself",
+        cause="in training mode the statistics are taken over the batch, so one sample's gradient depends on all others: "
+        "there is no per-sample gradient",
+        next_step="call model.eval() to use the running statistics, or replace the layer by GroupNorm and train again",
+    )

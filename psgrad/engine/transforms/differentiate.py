@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from psgrad.engine.transforms.reverse import GradLevel, GradTracer, Node, pull_back
+from psgrad.engine.transforms.record import Node, pull_back
+from psgrad.engine.transforms.reverse import GradLevel, GradTracer
 from psgrad.errors import TransformError
 
 Argnums = int | tuple[int, ...]

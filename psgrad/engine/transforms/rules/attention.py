@@ -14,16 +14,9 @@ from psgrad.engine.transforms.rules.registry import JointVJP, Op, define
 
 def _attention(level: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Under a gradient: as [batch, heads, t, d], the one layout that has fused kernels."""
-    from psgrad.engine.transforms.reverse import GradTracer
-
     query, key, value = args[:3]
     rest, rank = list(args[3:]), max(query.dim(), key.dim(), value.dim())
-    twice = any(
-        isinstance(t, GradTracer) and isinstance(_innermost_gradient(t.below()), GradTracer)
-        for t in (query, key, value)
-        if isinstance(t, Tracer)
-    )
-    if twice:  # the fused kernels have no second derivative
+    if max(_gradients(t) for t in (query, key, value)) > 1:  # the fused kernels have no second derivative
         return _by_matrix_products(query, key, value, *rest, **kwargs)
     if rank == 4 and query.dim() == key.dim() == value.dim():
         return aten.scaled_dot_product_attention.default.decompose(query, key, value, *rest, **kwargs)
@@ -42,13 +35,13 @@ def _to_rank_4(t: torch.Tensor) -> torch.Tensor:
     return t.reshape(*(1,) * (4 - t.dim()), *t.shape)
 
 
-def _innermost_gradient(value: Any) -> Any:
-    """The first reverse-mode tracer under the batch levels."""
-    from psgrad.engine.transforms.batching import BatchTracer
-
-    while isinstance(value, BatchTracer):
+def _gradients(value: Any) -> int:
+    """At how many reverse-mode levels a value is traced."""
+    count = 0
+    while isinstance(value, Tracer):
+        count += not value.carries_samples
         value = value.below()
-    return value
+    return count
 
 
 def _by_matrix_products(

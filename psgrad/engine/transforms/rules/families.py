@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from psgrad.engine.transforms.operators import aten as aten
 from psgrad.engine.transforms.rules.registry import Maker, Op, define
-
-aten = torch.ops.aten
 
 
 def sum_to(g: Any, shape: torch.Size, dtype: torch.dtype) -> Any:
@@ -151,7 +149,3 @@ def folded(*positions: int) -> Callable[..., Any]:
 def leading(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
     """Batching for operators that look at trailing axes only: the sample axis is one more leading axis."""
     return op(*[batch.raw(a) for a in args], **kwargs)
-
-
-def numel(shape: torch.Size) -> int:
-    return math.prod(shape)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms import diagnostics
-from psgrad.engine.transforms.rules.families import aten, leading, wrap_dim
+from psgrad.engine.transforms.rules.families import aten, leading, sum_to, wrap_dim
 from psgrad.engine.transforms.rules.registry import Op, constant, define, replace
 from psgrad.errors import TransformError
 
@@ -288,8 +288,6 @@ def _explicit_put(
 
 
 def _index_put_source(out: torch.Tensor, x: torch.Tensor, indices: Sequence[Any], values: torch.Tensor, accumulate: bool = False) -> Any:
-    from psgrad.engine.transforms.rules.families import sum_to
-
     shape, dtype = values.shape, values.dtype
     return lambda g: sum_to(aten.index.Tensor(g, indices), shape, dtype)
 

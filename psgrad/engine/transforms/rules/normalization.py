@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms import diagnostics
-from psgrad.engine.transforms.levels import batch_statistics_error
+from psgrad.engine.transforms.levels import Tracer
 from psgrad.engine.transforms.rules.families import aten, sum_to
 from psgrad.engine.transforms.rules.registry import JointVJP, Op, define, replace
 from psgrad.errors import TransformError
@@ -179,7 +179,7 @@ def _batch_norm(
         )
     if training:
         if _samples_are_mapped(x):
-            raise batch_statistics_error(diagnostics.where())
+            raise diagnostics.batch_statistics_error(diagnostics.where())
         return _with_batch_statistics(x, weight, bias, mean, var, momentum, eps)
     channels = (1, -1, *(1,) * (x.dim() - 2))
     scale = torch.rsqrt(var + eps)
@@ -191,11 +191,8 @@ def _batch_norm(
 
 def _samples_are_mapped(x: Any) -> bool:
     """Whether a sample axis is hidden under `x`, at whatever level."""
-    from psgrad.engine.transforms.batching import BatchTracer
-    from psgrad.engine.transforms.levels import Tracer
-
     while isinstance(x, Tracer):
-        if isinstance(x, BatchTracer):
+        if x.carries_samples:
             return True
         x = x.below()
     return False

@@ -23,10 +23,6 @@ def pooled(axes: int, tensors: int = 1) -> Callable[..., Any]:
     return rule
 
 
-def _with_indices(backward: Op) -> Any:
-    return lambda out, x, *args: lambda gs: backward(gs[0], x, *args, out[1]) if gs[0] is not None else None
-
-
 def _max_pool_back(backward: Op, spatial: int) -> Any:
     def make(out: Any, x: torch.Tensor, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False) -> Any:
         def fill(value: Any, default: Any) -> Any:

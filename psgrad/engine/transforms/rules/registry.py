@@ -16,13 +16,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch._decomp import decomposition_table
 
 from psgrad.engine.transforms import diagnostics
+from psgrad.engine.transforms.operators import Op as Op
 from psgrad.errors import UnsupportedOperatorError
 
-Op = torch._ops.OpOverload
 Maker = Callable[..., Callable[..., Any]]
 
 

@@ -1,0 +1,118 @@
+"""What an operator's schema says of it: what it writes to, whether it draws, and what it is called without the underscore."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+from psgrad.engine.transforms import diagnostics
+from psgrad.errors import TransformError
+
+Op = torch._ops.OpOverload
+aten = torch.ops.aten
+
+
+class OpFacts(NamedTuple):
+    """What an operator's schema says."""
+
+    mutated: tuple[int, ...]  # positions of the arguments that it writes to
+    mutated_kwargs: tuple[str, ...]  # the same for `out=`-like arguments
+    is_view: bool
+    is_random: bool
+    dropout_position: int | None  # of the argument that says whether an operator with dropout draws
+
+
+@functools.cache
+def facts(op: Op) -> OpFacts:
+    schema = op._schema
+    mutated, mutated_kwargs = [], []
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            if argument.kwarg_only:
+                mutated_kwargs.append(argument.name)
+            else:
+                mutated.append(position)
+    is_view = not mutated and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    dropout = next((i for i, argument in enumerate(schema.arguments) if argument.name == "dropout_p"), None)
+    return OpFacts(tuple(mutated), tuple(mutated_kwargs), is_view, torch.Tag.nondeterministic_seeded in op.tags, dropout)
+
+
+def is_random(op: Op, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether this call draws by itself. Attention kernels can, and do so only with dropout."""
+    operator = facts(op)
+    if op in RANDOM_COMPOSITES:
+        return False
+    if not operator.is_random or operator.dropout_position is None:
+        return operator.is_random
+    position = operator.dropout_position
+    return bool(args[position] if position < len(args) else kwargs.get("dropout_p", 0.0))
+
+
+# Composite operators that draw: it is their pieces that are handled.
+RANDOM_COMPOSITES: frozenset[Op] = frozenset(
+    {
+        aten.dropout.default,
+        aten.dropout_.default,
+        aten.feature_dropout.default,
+        aten.feature_dropout_.default,
+        aten.alpha_dropout.default,
+        aten.alpha_dropout_.default,
+        aten.feature_alpha_dropout.default,
+        aten.feature_alpha_dropout_.default,
+    }
+)
+
+
+@functools.cache
+def functional_variant(op: Op) -> Op | None:
+    """The operator that returns what the in-place operator `op` would write: `add_.Tensor` -> `add.Tensor`."""
+    name = op._schema.name.removeprefix("aten::")
+    if not op._schema.name.startswith("aten::"):
+        return None
+    special = {
+        "bernoulli_.float": aten.bernoulli.p,
+        "zero_": aten.zeros_like.default,
+        "pow_.Scalar": aten.pow.Tensor_Scalar,
+        "pow_.Tensor": aten.pow.Tensor_Tensor,
+        "normal_": aten.normal_functional.default,
+    }
+    key = name + ("." + op._overloadname if op._overloadname != "default" else "")
+    if key in special:
+        return special[key]
+    base = "__" + name[3:] if name.startswith("__i") else name.rstrip("_")  # __iand__ -> __and__
+    packet = getattr(aten, base, None)
+    return getattr(packet, op._overloadname, None) if packet is not None else None
+
+
+def operator_defaults(op: Op, given: int, kwargs: dict[str, Any]) -> list[Any]:
+    """Values for arguments that `op` demands and its in-place namesake leaves out (the 0.5 of `bernoulli_()`)."""
+    if op is aten.bernoulli.p and given < 2 and "p" not in kwargs:
+        return [0.5]
+    return []
+
+
+def out_of_place(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the in-place operator `op` would write, as a new tensor of the target's shape."""
+    functional, target = functional_variant(op), args[0]
+    if functional is None:
+        refuse_mutation(op, "a traced tensor", f"{op} has no counterpart that returns a new tensor")
+    new = functional(*args, *operator_defaults(functional, len(args), kwargs), **kwargs)
+    if new.shape != target.shape:
+        raise TransformError(
+            f"{op} can't turn a tensor of shape {tuple(target.shape)} into one of shape {tuple(new.shape)} in place{diagnostics.where()}",
+            next_step="use the operator without the underscore, which returns a new tensor",
+        )
+    return new
+
+
+def refuse_mutation(op: Op, what: str, cause: str) -> NoReturn:
+    """In-place operators that can't be honoured fail by name; the alternative is a silently wrong number."""
+    raise TransformError(
+        f"{op.name().removeprefix('aten::')} writes in place into {what}{diagnostics.where()}",
+        expected="a target that was made inside the transformed function from its inputs",
+        cause=cause,
+        next_step="use the operator that returns a new tensor (x = x + y for x += y, torch.where or index_put for x[i] = y), "
+        "or make the target from an input, for example x.new_zeros(...) in place of torch.zeros(...)",
+    )

@@ -1,0 +1,158 @@
+"""The record of a reverse-mode level, and the pass back over it.
+
+The record of an operator is a `Node`. It holds, for each input that needs a cotangent, one closure from the output's cotangent
+to the input's; a closure keeps alive just the values that its rule needs. Values are those one level down, so the pass back is
+itself an ordinary program that outer transforms see and handle: that is all there is to nesting.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from psgrad.engine.transforms.levels import below_autograd, rules_only, state
+from psgrad.engine.transforms.operators import aten
+
+_sequence = itertools.count()
+Closure = Callable[[Any], Any]
+
+
+class Node:
+    """One recorded operator (or, without inputs, one leaf)."""
+
+    __slots__ = ("edges", "joint", "outputs", "sequence")
+
+    def __init__(self, outputs: int | None = None) -> None:
+        self.sequence = next(_sequence)
+        self.outputs = outputs  # how many results; None for one that does not come in a tuple
+        self.edges: list[Edge] = []
+        self.joint: Callable[..., Any] | None = None  # one closure for all edges: cotangent(s) -> cotangents of the inputs, by position
+
+    def __lt__(self, other: Node) -> bool:
+        return self.sequence > other.sequence  # a heap pops the latest first
+
+
+class Edge:
+    """From an operator to one of its inputs."""
+
+    __slots__ = ("closure", "output", "position", "shared", "source")
+
+    def __init__(self, source: Node, output: int, position: Any, closure: Closure | None, shared: bool) -> None:
+        self.source = source  # the node that made the input
+        self.output = output  # which of its results the input is
+        self.position = position  # argument number, or (argument number, place in the list)
+        self.closure = closure
+        self.shared = shared  # no sample axis below: this input is the same for all samples
+
+
+def pull_back(
+    seeds: Sequence[tuple[Any, torch.Tensor | None]],
+    leaves: Sequence[Node | None],
+    *,
+    keep: bool,
+    consume: Callable[[int, torch.Tensor | None], None] | None = None,
+) -> list[torch.Tensor | None]:
+    """Cotangents of `leaves`, given those of some results. None stands for zero.
+
+    seeds: places in the record (anything with `node` and `output`), each with its cotangent.
+    keep: whether the record is needed again; otherwise its closures are dropped as the pass goes, and memory with them.
+    consume: told the number and the cotangent of each leaf as soon as nothing more will be added to it, in place of returning
+        them all at the end: then at no time do all of them exist.
+    """
+    pending: dict[Node, list[torch.Tensor | None]] = {}
+    heap: list[Node] = []
+
+    def add(node: Node, output: int, cotangent: torch.Tensor | None) -> None:
+        if cotangent is None:
+            return
+        slots = pending.get(node)
+        if slots is None:
+            slots = pending[node] = [None] * (node.outputs or 1)
+            heapq.heappush(heap, node)
+        known = slots[output]
+        slots[output] = cotangent if known is None else aten.add.Tensor(known, cotangent)
+
+    def settle(node: Node) -> None:
+        if node in uses:
+            uses[node] -= 1
+            if not uses[node]:
+                slots = pending.pop(node, None)
+                assert consume is not None
+                consume(numbers[node], slots[0] if slots is not None else None)
+
+    finished: dict[Node, torch.Tensor | None] = {}
+    wanted = {node for node in leaves if node is not None}
+    numbers = {node: number for number, node in enumerate(leaves) if node is not None}
+    uses = _count_uses([place.node for place, _ in seeds], wanted) if consume is not None else {}
+    with below_autograd(), rules_only(), _cotangents_of_shared_values() as shared:
+        for place, cotangent in seeds:
+            if place.node is not None:
+                add(place.node, place.output, cotangent)
+        while heap:
+            node = heapq.heappop(heap)
+            slots = pending.pop(node, None)
+            if slots is None:  # consumed already
+                continue
+            if node in wanted:
+                finished[node] = slots[0]
+            if not node.edges:
+                continue
+            arrived: Any = slots[0] if node.outputs is None else slots
+            if node.joint is not None:
+                shared(False)
+                results = node.joint(arrived, [edge.position for edge in node.edges])
+                for edge in node.edges:
+                    add(edge.source, edge.output, results.get(edge.position))
+                    settle(edge.source)
+                del results
+            else:
+                for edge in node.edges:
+                    shared(edge.shared)
+                    assert edge.closure is not None
+                    # what an edge adds to a shared value's cotangent is a sum of un-run contractions, too
+                    add(edge.source, edge.output, edge.closure(arrived))
+                    settle(edge.source)
+            if not keep:
+                node.edges, node.joint = [], None
+    if consume is not None:
+        for number, leaf in enumerate(leaves):
+            if leaf is not None and uses.get(leaf) != 0:  # never reached, or reached as the result itself
+                consume(number, finished.get(leaf))
+        return []
+    return [finished.get(node) if node is not None else None for node in leaves]
+
+
+def _count_uses(ends: Sequence[Node | None], wanted: set[Node]) -> dict[Node, int]:
+    """For each wanted leaf, how many recorded operators that the ends depend on have it as an input."""
+    uses: dict[Node, int] = {}
+    seen: set[Node] = set()
+    waiting = [end for end in ends if end is not None]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for edge in node.edges:
+            if edge.source in wanted:
+                uses[edge.source] = uses.get(edge.source, 0) + 1
+            else:
+                waiting.append(edge.source)
+    return uses
+
+
+@contextmanager
+def _cotangents_of_shared_values() -> Any:
+    before = state.cotangent_is_shared
+
+    def set_shared(value: bool) -> None:
+        state.cotangent_is_shared = value
+
+    try:
+        yield set_shared
+    finally:
+        state.cotangent_is_shared = before
