@@ -54,11 +54,11 @@ def analyze(config: Config, *, overwrite: bool = False, progress: Say = lambda _
         model = loaded.model.to(device, dtype)
         objective = Objective(model, criterion.function, summary_for(criterion.kind, criterion.ignore_index))
         first_output = partial(output_of_first_row, model, samples, device, dtype)
-        read = checked_reader(samples, criterion, class_count(first_output, criterion))
+        reader = CheckedReader(samples, criterion, class_count(first_output, criterion))
         stream = Stream(
             objective.loss,
             objective.params,
-            read,
+            reader,
             chunk_size=config.engine.chunk_size,
             randomness="different" if model.training else "error",
             say=lambda message: progress(Progress(0, len(samples), "samples", message)),
@@ -70,7 +70,7 @@ def analyze(config: Config, *, overwrite: bool = False, progress: Say = lambda _
     with recorded(folder, facts, clock):
         norms = GradientNorms()
         with clock("gradients"):
-            rows = collect(stream, samples, [norms, Predictions()], folder, progress)
+            rows = collect(stream, reader, [norms, Predictions()], folder, progress)
         with clock("tables"):
             frame = rank_samples(rows, config.analyze.review_fraction)
             parameters = parameter_table(norms, objective.params)
@@ -112,18 +112,32 @@ def output_of_first_row(model: nn.Module, samples: Samples, device: torch.device
         return model(*[x.to(device, dtype if x.is_floating_point() else None) for x in inputs])
 
 
-def checked_reader(samples: Samples, criterion: Criterion, classes: int | None) -> Callable[[int, int], Block]:
-    """Reads blocks whose targets fit the loss. Where all targets are at hand they are checked now, before any work."""
-    if samples.targets is not None:
-        check_targets(criterion, torch.as_tensor(samples.targets), classes)
-        return samples.read
+class CheckedReader:
+    """Reads blocks whose targets fit the loss. Where all targets are at hand they are checked at once, before any work.
 
-    def read(start: int, stop: int) -> Block:
-        block = samples.read(start, stop)
-        check_targets(criterion, block.target, classes, first_row=start)
+    `targets` are those of one number per row, for the table: [n], None where there are none. For a dataset that yields its targets
+    with its rows only, they are noted as the rows pass by.
+    """
+
+    def __init__(self, samples: Samples, criterion: Criterion, classes: int | None) -> None:
+        self.samples, self.criterion, self.classes = samples, criterion, classes
+        self.targets = samples.targets
+        self._known = samples.targets is not None
+        if samples.targets is not None:
+            check_targets(criterion, torch.as_tensor(samples.targets), classes)
+
+    def __call__(self, start: int, stop: int) -> Block:
+        block = self.samples.read(start, stop)
+        if not self._known:
+            check_targets(self.criterion, block.target, self.classes, first_row=start)
+            if block.target is not None and block.target.dim() == 1:
+                self._note(start, stop, block.target.numpy())
         return block
 
-    return read
+    def _note(self, start: int, stop: int, target: np.ndarray[Any, Any]) -> None:
+        if self.targets is None:
+            self.targets = np.zeros(len(self.samples), target.dtype)
+        self.targets[start:stop] = target
 
 
 def class_count(first_output: Callable[[], Any], criterion: Criterion) -> int | None:
@@ -156,8 +170,9 @@ def random_state(device: torch.device) -> torch.Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
-def collect(stream: Stream, samples: Samples, measures: list[Any], folder: RunFolder, progress: Say) -> pd.DataFrame:
+def collect(stream: Stream, reader: CheckedReader, measures: list[Any], folder: RunFolder, progress: Say) -> pd.DataFrame:
     """One row a sample, in dataset order; finished rows go to the run folder as shards on the way."""
+    samples = reader.samples
     done: list[pd.DataFrame] = []
     waiting: list[pd.DataFrame] = []
     last = time.monotonic()
@@ -171,7 +186,7 @@ def collect(stream: Stream, samples: Samples, measures: list[Any], folder: RunFo
     progress(Progress(0, len(samples), "samples"))
     try:
         for columns in stream.run(len(samples), measures):
-            waiting.append(rows_of(columns, samples))
+            waiting.append(rows_of(columns, samples.ids, reader.targets))
             progress(Progress(columns.stop, len(samples), "samples"))
             if sum(map(len, waiting)) >= _ROWS_PER_SHARD or time.monotonic() - last > _SECONDS_PER_SHARD:
                 keep()
@@ -181,12 +196,12 @@ def collect(stream: Stream, samples: Samples, measures: list[Any], folder: RunFo
     return pd.concat(done, ignore_index=True)
 
 
-def rows_of(columns: Columns, samples: Samples) -> pd.DataFrame:
+def rows_of(columns: Columns, ids: np.ndarray[Any, Any], targets: np.ndarray[Any, Any] | None) -> pd.DataFrame:
     """The rows of one chunk: who they are, and what the measures said of them."""
     rows = slice(columns.start, columns.stop)
-    target = {} if samples.targets is None else {"target": samples.targets[rows]}
+    target = {} if targets is None else {"target": targets[rows]}
     values = {name: column.numpy() for name, column in columns.values.items()}
-    return pd.DataFrame({"id": samples.ids[rows], "index": np.arange(columns.start, columns.stop), **target, **values})
+    return pd.DataFrame({"id": ids[rows], "index": np.arange(columns.start, columns.stop), **target, **values})
 
 
 def parameter_table(norms: GradientNorms, params: dict[str, torch.Tensor]) -> pd.DataFrame:
