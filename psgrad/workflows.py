@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,6 @@ import pandas as pd
 import torch
 from torch import nn
 
-import psgrad
 from psgrad.config import Config
 from psgrad.engine.gradients.streaming import Columns, Stream
 from psgrad.engine.measures.norms import GradientNorms
@@ -274,7 +274,7 @@ def describe_run(
         "version": 1,
         "command": "analyze",
         "config": config.model_dump(mode="json"),
-        "versions": {"psgrad": psgrad.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "versions": {"psgrad": version("psgrad"), "torch": torch.__version__, "python": platform.python_version()},
         "model": {
             "factory": config.model.factory,
             "parameters": sum(p.numel() for p in parameters),

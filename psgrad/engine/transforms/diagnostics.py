@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -65,14 +66,15 @@ def running_autograd_function() -> str | None:
 
     PyTorch runs such a forward with recording off, so a transform would see constants and return zero gradients in silence.
     """
-    previous: FrameType | None = None
-    for frame in _frames():
-        code = frame.f_code
-        if code.co_name == "apply" and code.co_filename.endswith("autograd/function.py"):
-            owner = frame.f_locals.get("cls")
-            return getattr(owner, "__name__", None) or (previous.f_code.co_qualname if previous is not None else "?")
-        previous = frame
-    return None
+    forwards = {getattr(function.forward, "__code__", None): function.__name__ for function in _subclasses(torch._C._FunctionBase)}
+    return next((forwards[frame.f_code] for frame in _frames() if frame.f_code in forwards), None)
+
+
+def _subclasses(base: type) -> Iterator[Any]:
+    for subclass in base.__subclasses__():
+        if hasattr(subclass, "forward"):
+            yield subclass
+        yield from _subclasses(subclass)
 
 
 def batch_statistics_error(where: str) -> TransformError:
