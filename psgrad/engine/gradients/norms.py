@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed, oriented
-from psgrad.engine.gradients.terms import Product, Rows, Term, accumulating, blocks, sum_of_products
+from psgrad.engine.gradients.terms import CANCELLATION, Product, Rows, Term, accumulating, accumulating_dtype, blocks, sum_of_products
 
 # Squares leave float32's range long before gradients do.
 _TINY = 1e-30
@@ -18,16 +19,29 @@ def square_norms(gradients: Sequence[DeferredGradient]) -> list[Any]:
     """[n] float64 for each gradient: the squared norms of its samples; None for a gradient without terms."""
     terms = [placed.term for gradient in gradients for placed in gradient.terms]
     norms = iter(reliable_square_norms(terms))
-    found = []
-    for gradient in gradients:
-        total: Any = None
-        for place, placed in enumerate(gradient.terms):
-            total = next(norms) if total is None else total + next(norms)
-            for other in gradient.terms[:place]:
-                total = total + 2 * cross_products(placed, other)
-        # rounding may leave a tiny negative number where two terms cancel
-        found.append(total.clamp_(min=0) if len(gradient.terms) > 1 else total)
-    return found
+    return [_of_sum(gradient.terms, [next(norms) for _ in gradient.terms]) if gradient.terms else None for gradient in gradients]
+
+
+def _of_sum(terms: Sequence[Placed], norms: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[n] float64: the squared norms of a sum, of which those of its terms are known.
+
+    Taken again in float64 for the samples in which the terms cancel, or whose products left the range of float32.
+    """
+    if len(terms) == 1:
+        return norms[0]
+    alone = torch.stack(list(norms)).sum(0)
+    total = alone + 2 * _pairs(terms)
+    doubtful = ~torch.isfinite(total) | (total < CANCELLATION * alone) | ((alone > 0) & (alone < _TINY))
+    if terms[0].term.dtype != torch.float64 and bool(doubtful.any()):
+        samples = torch.nonzero(doubtful).squeeze(1)
+        exact = [Placed(placed.term.at(samples, torch.float64), placed.layout) for placed in terms]
+        total[samples] = torch.stack([placed.term.square_norms() for placed in exact]).sum(0) + 2 * _pairs(exact)
+    return total.clamp_(min=0)  # rounding may leave a tiny negative number
+
+
+def _pairs(terms: Sequence[Placed]) -> torch.Tensor:
+    """[n] float64: the inner products of every two terms."""
+    return torch.stack([cross_products(placed, other) for place, placed in enumerate(terms) for other in terms[:place]]).sum(0)
 
 
 def reliable_square_norms(terms: Sequence[Term]) -> list[torch.Tensor]:
@@ -76,11 +90,10 @@ def _rows_with_product(table: Rows, product: Product) -> torch.Tensor:
 
 def _written_out(a: Placed, b: Placed) -> torch.Tensor:
     """Terms of unlike kinds: both are made real, a block of samples at a time."""
-    size = 2 * a.term.dtype.itemsize
-    for s in a.layout.shape:
-        size *= s
+    kind = accumulating_dtype(a.term.dtype)
+    size = 2 * kind.itemsize * math.prod(a.layout.shape)
     out = torch.empty(a.term.samples, dtype=torch.float64, device=a.term.device)
     for block in blocks(a.term.samples, size, a.term.device):
-        x, y = (accumulating(p.layout.apply(p.term.at(block).materialise(), lead=1)).flatten(1) for p in (a, b))
+        x, y = (p.layout.apply(p.term.at(block, kind).materialise(), lead=1).flatten(1) for p in (a, b))
         out[block] = sum_of_products(x, y).double()
     return out

@@ -30,9 +30,14 @@ def blocks(n: int, bytes_per_sample: int, device: torch.device) -> Iterator[slic
         yield slice(start, min(start + step, n))
 
 
-def accumulating(x: torch.Tensor) -> torch.Tensor:
+def accumulating_dtype(dtype: torch.dtype) -> torch.dtype:
     """At least float32: sums of products of halves are not taken in halves."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def accumulating(x: torch.Tensor) -> torch.Tensor:
+    """The tensor in the precision in which it may be summed."""
+    return x.to(accumulating_dtype(x.dtype))
 
 
 def sum_of_products(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -104,8 +109,9 @@ class Term(ABC):
 
     def materialised_square_norms(self) -> torch.Tensor:
         """[n]: the norm of the written-out value, a block of samples at a time. Free of cancellation between positions."""
-        size = math.prod(self.shape) * self.dtype.itemsize
-        parts = [_square_norm(self.at(block).materialise()) for block in blocks(self.samples, size, self.device)]
+        kind = accumulating_dtype(self.dtype)
+        size = math.prod(self.shape) * kind.itemsize
+        parts = [_square_norm(self.at(block, kind).materialise()) for block in blocks(self.samples, size, self.device)]
         return joined(parts, self)
 
     def describe(self) -> str:
@@ -116,6 +122,16 @@ class Term(ABC):
 def _square_norm(value: torch.Tensor) -> torch.Tensor:
     value = accumulating(value)
     return sum_of_products(value, value)
+
+
+def _zero_where_lost(norms: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """[n] norms that are products of squares, of which the largest in each factor are given, [n].
+
+    Squares near the smallest number of a type have lost their digits, and a large second factor would hide it. Zero says so: whoever
+    asked takes it again in a wider type.
+    """
+    kind = torch.finfo(norms.dtype)
+    return norms.masked_fill(torch.minimum(left, right) < kind.tiny / kind.eps, 0)
 
 
 @dataclass(frozen=True)
@@ -147,7 +163,7 @@ class Dense(Term):
 
     def dot(self, vector: torch.Tensor) -> torch.Tensor:
         value = accumulating(self.value)
-        return value.reshape(value.shape[0], -1) @ vector.reshape(-1).to(value.dtype)
+        return value.reshape(value.shape[0], vector.numel()) @ vector.reshape(-1).to(value.dtype)
 
     def scaled(self, factor: float) -> Dense:
         return Dense(self.value * factor)
@@ -185,8 +201,10 @@ class Product(Term):
         n, groups, positions = left.shape[:3]
         if positions == 1:
             if groups == 1:
-                return _square_norm(left) * _square_norm(right)
-            return ((left * left).sum((2, 3)) * (right * right).sum((2, 3))).sum(1)
+                squares = _square_norm(left), _square_norm(right)
+                return _zero_where_lost(squares[0] * squares[1], *squares)
+            squares = (left * left).sum((2, 3)), (right * right).sum((2, 3))
+            return _zero_where_lost((squares[0] * squares[1]).sum(1), squares[0].amax(1), squares[1].amax(1))
         if not self._gram_is_cheaper:
             return Product(left, right).materialised_square_norms()
         out = torch.empty(n, dtype=left.dtype, device=left.device)
@@ -202,14 +220,15 @@ class Product(Term):
         Where the positions' contributions cancel, rounding would show: those samples are written out instead. The diagonal, each
         position by itself, says how large the numbers were that met in the sum.
         """
-        products = gram_left.mul_(gram_right)
         groups = self.left.shape[1]
+        largest = [gram.diagonal(dim1=1, dim2=2).reshape(-1, groups * gram.shape[1]).amax(1) for gram in (gram_left, gram_right)]
+        products = gram_left.mul_(gram_right)
         alone = products.diagonal(dim1=1, dim2=2).sum(1).reshape(-1, groups).sum(1)
         total = products.flatten(1).sum(1).reshape(-1, groups).sum(1)
-        cancelled = torch.nonzero(total < _CANCELLATION * alone).squeeze(1)
+        cancelled = torch.nonzero(total < CANCELLATION * alone).squeeze(1)
         if len(cancelled):
             total[cancelled] = self.at(cancelled + block.start, total.dtype).materialised_square_norms()
-        return total
+        return _zero_where_lost(total, *largest)
 
     def materialise(self) -> torch.Tensor:
         return torch.matmul(self.left.transpose(2, 3), self.right)
@@ -242,7 +261,7 @@ class Product(Term):
 
 
 # A Gram sum under this share of its diagonal has lost about two digits: it is taken again without cancellation.
-_CANCELLATION = 0.05
+CANCELLATION = 0.05
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,422 @@
+"""Terms of deferred gradients: every query beside the written-out value, at the limits of floating point, and in bounded memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from psgrad.engine.gradients import per_sample_gradients
+from psgrad.engine.gradients.deferral import DeferredGradient, Placed
+from psgrad.engine.gradients.layout import Layout
+from psgrad.engine.gradients.per_sample import PerSampleGradients
+from psgrad.engine.gradients.terms import Convolution, Dense, Product, Rows, Term, blocks, sum_of_products
+from psgrad.engine.transforms.rules.convolution import Geometry
+from tests.engine.gradients.agreement import check_layer
+
+samples = st.integers(0, 4)
+few = st.integers(1, 4)
+
+
+# The terms, and their values by definition ----------------------------------------------------------------------------------------
+
+
+@st.composite
+def dense(draw: st.DrawFn) -> tuple[Term, Tensor]:
+    value = torch.randn(draw(samples), *draw(st.lists(few, max_size=3)), dtype=torch.float64)
+    return Dense(value), value
+
+
+@st.composite
+def product(draw: st.DrawFn) -> tuple[Term, Tensor]:
+    n, g, t, a, b = draw(samples), draw(few), draw(st.integers(1, 9)), draw(few), draw(few)
+    left, right = torch.randn(n, g, t, a, dtype=torch.float64), torch.randn(n, g, t, b, dtype=torch.float64)
+    return Product(left, right), torch.einsum("ngta,ngtb->ngab", left, right)
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> tuple[Term, Tensor]:
+    n, t, count, b = draw(samples), draw(st.integers(1, 7)), draw(few), draw(few)
+    index, values = torch.randint(count, (n, t)), torch.randn(n, t, b, dtype=torch.float64)
+    return Rows(index, values, count), torch.einsum("ntc,ntb->ncb", F.one_hot(index, count).double(), values)
+
+
+@st.composite
+def convolution(draw: st.DrawFn) -> tuple[Term, Tensor]:
+    n, inner, groups, axes = draw(samples), draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    transposed, stride, padding = draw(st.booleans()), draw(st.integers(1, 2)), draw(st.integers(0, 1))
+    narrow, wide, kernel, size = 2 * groups, draw(few), draw(st.integers(1, 3)), draw(st.integers(3, 5))
+    geometry = Geometry([stride] * axes, [padding] * axes, [1] * axes, transposed, [0] * axes, groups)
+    weight_shape = torch.Size([narrow, wide, *[kernel] * axes])
+    inputs = torch.randn(n, inner, narrow if transposed else wide * groups, *[size] * axes, dtype=torch.float64)
+    forward = lambda x, weight: torch.ops.aten.convolution(x, weight, None, *geometry)
+    out = forward(torch.zeros(inner, *inputs.shape[2:], dtype=torch.float64), torch.zeros(weight_shape, dtype=torch.float64)).shape
+    cotangents = torch.randn(n, *out, dtype=torch.float64)
+    values = torch.zeros(n, *weight_shape, dtype=torch.float64)
+    for sample in range(n):
+        weight = torch.zeros(weight_shape, dtype=torch.float64, requires_grad=True)
+        (values[sample],) = torch.autograd.grad(forward(inputs[sample], weight), weight, cotangents[sample])
+    return Convolution(cotangents, inputs, weight_shape, geometry), values
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+
+
+@given(pair=st.one_of(dense(), product(), rows(), convolution()), data=st.data())
+def test_every_query_is_that_of_the_written_out_value(pair: tuple[Term, Tensor], data: st.DataObject) -> None:
+    term, value = pair
+    n, flat = len(value), value.reshape(len(value), math.prod(value.shape[1:]))
+    assert term.shape == tuple(value.shape[1:])
+    assert term.samples == n
+    assert_close(term.materialise(), value)
+    assert_close(term.square_norms(), flat.square().sum(1))
+    assert_close(term.materialised_square_norms(), flat.square().sum(1))
+    weights, vector = torch.randn(n, dtype=torch.float64), torch.randn(value.shape[1:], dtype=torch.float64)
+    assert_close(term.weighted_sum(weights), torch.einsum("n,n...->...", weights, value))
+    assert_close(term.dot(vector), flat @ vector.reshape(-1))
+    assert_close(term.scaled(-0.5).materialise(), -0.5 * value)
+    some = data.draw(st.lists(st.integers(0, n - 1), max_size=3)) if n else []
+    assert_close(term.at(torch.tensor(some, dtype=torch.int64)).materialise(), value[some])
+    assert_close(term.at(slice(1, 3)).materialise(), value[1:3])
+    assert term.at(slice(0, 1), torch.float32).dtype == torch.float32
+    assert term.describe()
+
+
+@pytest.mark.parametrize("positions", [1, 2, 40])
+def test_both_orders_of_contraction_give_the_same_norms(positions: int) -> None:
+    term = Product(torch.randn(3, 2, positions, 6, dtype=torch.float64), torch.randn(3, 2, positions, 7, dtype=torch.float64))
+    assert term.describe() == {1: "outer product", 2: "gram", 40: "materialise"}[positions]
+    assert_close(term.square_norms(), term.materialise().square().flatten(1).sum(1))
+
+
+# The limits of floating point -----------------------------------------------------------------------------------------------------
+
+
+def gradients_of(*terms: Term, shape: tuple[int, ...] | None = None) -> PerSampleGradients:
+    """The gradients of one parameter, the sum of these terms."""
+    wanted = shape or terms[0].shape
+    placed = []
+    for term in terms:
+        layout = Layout.identity(term.shape).reshape(wanted)
+        assert layout is not None
+        placed.append(Placed(term, layout))
+    first = terms[0]
+    return PerSampleGradients(
+        {"p": DeferredGradient(tuple(placed), torch.Size(wanted), first.dtype, first.device)}, torch.zeros(first.samples)
+    )
+
+
+def exact_norms(*terms: Term, shape: tuple[int, ...] | None = None) -> Tensor:
+    """In float64, from values that are written out."""
+    wanted = shape or terms[0].shape
+    total = sum(term.at(slice(None), torch.float64).materialise().reshape(term.samples, *wanted) for term in terms)
+    assert isinstance(total, Tensor)
+    return total.flatten(1).norm(dim=1)
+
+
+def assert_norms(*terms: Term, shape: tuple[int, ...] | None = None, error: float = 1e-5) -> None:
+    found = gradients_of(*terms, shape=shape).square_norms().sqrt()
+    expected = exact_norms(*terms, shape=shape)
+    assert torch.isfinite(found).all()
+    assert ((found - expected).abs() / expected).max().item() <= error
+
+
+def cancelling(positions: int, rest: float) -> tuple[Tensor, Tensor]:
+    """Factors [5, 1, t, 30] and [5, 1, t, 40] whose positions cancel in pairs, but for a share of `rest`."""
+    left, right = torch.randn(5, 1, positions, 30), torch.randn(5, 1, positions, 40)
+    return torch.cat([left, -left], 2), torch.cat([right, right + rest * torch.randn_like(right)], 2)
+
+
+# What is left of numbers that cancel to a ten-thousandth has the rounding of the numbers in it, in any order of contraction.
+RESTS = [(0.3, 1e-5), (1e-2, 1e-5), (1e-4, 1e-3)]
+
+
+@pytest.mark.parametrize(("rest", "error"), RESTS)
+@pytest.mark.parametrize("positions", [2, 5, 100])
+def test_positions_that_nearly_cancel(positions: int, rest: float, error: float) -> None:
+    assert_norms(Product(*cancelling(positions, rest)), error=error)
+
+
+@pytest.mark.parametrize(("rest", "error"), RESTS)
+def test_lookups_that_nearly_cancel(rest: float, error: float) -> None:
+    index, found = torch.randint(4, (5, 6)), torch.randn(5, 6, 3)
+    assert_norms(Rows(torch.cat([index, index], 1), torch.cat([found, -(1 + rest) * found], 1), 4), error=error)
+
+
+@pytest.mark.parametrize(("rest", "error"), RESTS)
+def test_a_convolution_whose_positions_nearly_cancel(rest: float, error: float) -> None:
+    x = torch.randn(4, 1, 3, 2, 2)
+    g = torch.randn(4, 1, 64, 2, 2)
+    term = Convolution(
+        torch.cat([g, -g], 1),
+        torch.cat([x, x + rest * torch.randn_like(x)], 1),
+        torch.Size([64, 3, 3, 3]),
+        Geometry([1, 1], [1, 1], [1, 1], False, [0, 0], 1),
+    )
+    assert_norms(term, error=error)
+
+
+@pytest.mark.parametrize("rest", [0.3, 1e-2, 1e-3])
+def test_two_uses_of_a_tied_table_that_nearly_cancel(rest: float) -> None:
+    index, found = torch.tensor([[0, 2], [1, 1], [3, 0]]), torch.randn(3, 2, 6)
+    # The output head's product that takes back what was looked up, but for a share.
+    left = -F.one_hot(index, 4).float().unsqueeze(1)
+    right = found.unsqueeze(1) * (1 + rest * torch.rand(3, 1, 2, 1))
+    assert_norms(Rows(index, found, 4), Product(left, right), shape=(4, 6))
+    assert_norms(Dense(found.flatten(1)), Dense(-found.flatten(1) * (1 + rest)))
+
+
+def kinds(scale: float) -> dict[str, tuple[Term, ...]]:
+    """Terms of every kind, their values around `scale`."""
+    g, x = scale * torch.randn(3, 2, 5, 4), torch.randn(3, 2, 5, 6)
+    geometry = Geometry([1], [1], [1], False, [0], 1)
+    index = torch.randint(4, (3, 5))
+    return {
+        "dense": (Dense(g),),
+        "outer product": (Product(g[:, :1, :1], x[:, :1, :1]),),
+        "outer products": (Product(g[:, :, :1], x[:, :, :1]),),
+        "gram": (Product(g[:, :, :2], x[:, :, :2]),),
+        "materialise": (Product(g, x),),
+        "rows": (Rows(index, g[:, 0], 4),),
+        "row": (Rows(index[:, :1], g[:, 0, :1], 4),),
+        "convolution": (Convolution(g[:, :1].transpose(2, 3), x[:, :1, :, :5].transpose(2, 3), torch.Size([4, 5, 3]), geometry),),
+        "tied": (Rows(index, g[:, 0], 6), Product(x[:, :1], g[:, :1])),
+        "unlike": (Dense(scale * torch.randn(3, 4, 6)), Product(g[:, :1], x[:, :1])),
+    }
+
+
+SHAPES = {"tied": (6, 4), "unlike": (4, 6)}
+
+
+@pytest.mark.parametrize("kind", kinds(1.0))
+@pytest.mark.parametrize("scale", [1e-38, 1e-25, 1e-21, 1e-16, 1.0, 1e16, 1e25, 1e35])
+def test_squares_beyond_the_range_of_float32(kind: str, scale: float) -> None:
+    assert_norms(*kinds(scale)[kind], shape=SHAPES.get(kind))
+
+
+@pytest.mark.parametrize("positions", [1, 2, 30])
+@pytest.mark.parametrize("scale", [1e-21, 1e-17, 1e21])
+def test_factors_beyond_that_range_whose_product_is_not(positions: int, scale: float) -> None:
+    term = Product(scale * torch.randn(4, 1, positions, 8), torch.randn(4, 1, positions, 9) / scale * 1e-3)
+    assert_norms(term)
+
+
+def test_zeros_stay_zero_and_what_is_not_finite_stays_so() -> None:
+    left, right = torch.randn(4, 1, 2, 3), torch.randn(4, 1, 2, 5)
+    left[0], right[1, 0, 0, 0], left[2, 0, 1, 1] = 0, math.nan, math.inf
+    norms = gradients_of(Product(left, right)).square_norms()
+    assert norms[0] == 0
+    assert not torch.isfinite(norms[1:3]).any()
+    assert norms[3] > 0
+
+
+@pytest.mark.parametrize("kind", kinds(1.0))
+def test_halves_are_summed_in_float32(kind: str) -> None:
+    terms = tuple(term.at(slice(None), torch.bfloat16) for term in kinds(1.0)[kind])
+    assert_norms(*terms, shape=SHAPES.get(kind), error=1e-5)
+
+
+def test_long_sums_of_halves_do_not_stall() -> None:
+    # In bfloat16 a sum of ones ends at 256.
+    ones = torch.ones(2, 1, 5000, 1, dtype=torch.bfloat16)
+    for term in (Dense(ones), Product(ones, ones), Rows(torch.zeros(2, 5000, dtype=torch.int64), ones[:, 0], 3)):
+        expected = exact_norms(term)
+        torch.testing.assert_close(gradients_of(term).square_norms().sqrt(), expected, rtol=1e-5, atol=0)
+        weights = torch.ones(2)
+        assert term.dot(torch.ones(term.shape)).tolist() == [5000.0, 5000.0]
+        assert term.weighted_sum(weights).sum().item() == 10_000
+
+
+def test_millions_of_products_keep_their_digits() -> None:
+    value = torch.rand(1, 3_000_000)
+    exact = value.double().square().sum()
+    assert abs(sum_of_products(value, value).item() - exact.item()) / exact.item() < 1e-6
+
+
+# Bounded memory -------------------------------------------------------------------------------------------------------------------
+
+
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that an operator returned: a view counts only what it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self.elements = max(self.elements, leaf.untyped_storage().nbytes() // leaf.element_size())
+        return out
+
+
+def largest_of(query: Callable[[], object]) -> int:
+    with Largest() as seen:
+        query()
+    return seen.elements
+
+
+N = 2000
+
+
+@pytest.mark.parametrize(
+    "term",
+    [
+        lambda: Product(torch.randn(N, 1, 1, 200), torch.randn(N, 1, 1, 100)),
+        lambda: Product(torch.randn(N, 1, 3, 200), torch.randn(N, 1, 3, 100)),
+        lambda: Product(torch.randn(150, 1, 200, 300), torch.randn(150, 1, 200, 300)),
+        lambda: Rows(torch.randint(5000, (N, 4)), torch.randn(N, 4, 20), 5000),
+        lambda: Convolution(
+            torch.randn(N, 1, 64, 2, 2),
+            torch.randn(N, 1, 32, 2, 2),
+            torch.Size([64, 32, 3, 3]),
+            Geometry([1, 1], [1, 1], [1, 1], False, [0, 0], 1),
+        ),
+        lambda: Convolution(
+            torch.randn(N, 1, 16, 7, 7),
+            torch.randn(N, 1, 32, 7, 7),
+            torch.Size([16, 32, 3, 3]),
+            Geometry([1, 1], [1, 1], [1, 1], False, [0, 0], 1),
+        ),
+    ],
+    ids=["vectors", "few positions", "many positions", "table", "convolution of few positions", "convolution of many positions"],
+)
+def test_a_norm_never_writes_all_values_out(term: Callable[[], Term]) -> None:
+    made = term()
+    kept = max(factor.numel() for factor in made.factors)
+    allowed = max(kept, 2 * (4 << 20) // 4)  # blocks of 4 MiB, and no more than a copy of the larger factor
+    assert allowed < 0.7 * made.samples * math.prod(made.shape)
+    assert largest_of(made.square_norms) <= allowed
+
+
+def test_blocks_cover_every_sample_once() -> None:
+    for n, each in ((0, 10), (1, 1 << 40), (1000, 1 << 16), (7, 0)):
+        covered = [sample for block in blocks(n, each, torch.device("cpu")) for sample in range(n)[block]]
+        assert covered == list(range(n))
+
+
+# Deferral is invisible to semantics -----------------------------------------------------------------------------------------------
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+class Made(nn.Module):
+    """Parameters of given shapes, and a forward that makes of them what it likes."""
+
+    def __init__(self, forward: Callable[..., Tensor], *shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in shapes])
+        self.make = forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.make(x, *self.weights)
+
+
+def resized(x: Tensor, w: Tensor) -> Tensor:
+    """One convolution at two resolutions."""
+    image = x.unsqueeze(1)
+    fine, coarse = F.conv2d(image, w, padding=1), F.conv2d(F.avg_pool2d(image, 2), w, padding=1)
+    return torch.tanh(fine).flatten(1).sum(1) + torch.tanh(coarse).flatten(1).sum(1)
+
+
+FORWARDS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
+    "slice of rows": (lambda x, w: F.linear(x, w[1:4]), ((6, 4),)),
+    "slice of columns": (lambda x, w: F.linear(x, w[:, ::2]), ((5, 8),)),
+    "pieces of one matrix": (lambda x, w: torch.stack([F.linear(x, part) for part in w.chunk(3)]).prod(0), ((6, 4),)),
+    "rows in another order": (lambda x, w: F.linear(x, w[torch.tensor([2, 0, 0])]), ((3, 4),)),
+    "transpose": (lambda x, w: x @ w.t().contiguous().t() @ w.t(), ((4, 4),)),
+    "sum of two": (lambda x, v, w: F.linear(x, v + w), ((5, 4), (5, 4))),
+    "sum with itself": (lambda x, w: F.linear(x, w + w), ((5, 4),)),
+    "sum with its transpose": (lambda x, w: F.linear(x, (w + w.t()) / 2), ((4, 4),)),
+    "difference": (lambda x, v, w: F.linear(x, v - w), ((5, 4), (5, 4))),
+    "sum with a broadcast row": (lambda x, v, w: F.linear(x, v + w), ((5, 4), (4,))),
+    "product of three": (lambda x, u, v, w: F.linear(x, u @ v @ w), ((5, 2), (2, 3), (3, 4))),
+    "product with its transpose": (lambda x, w: F.linear(x, w.t() @ w), ((3, 4),)),
+    "times a number": (lambda x, w: F.linear(x, -3 * w / 2), ((5, 4),)),
+    "times a scalar parameter": (lambda x, w, s: F.linear(x, s * w), ((5, 4), ())),
+    "times a column of parameters": (lambda x, w, s: F.linear(x, s * w), ((5, 4), (5, 1))),
+    "weight norm": (lambda x, v, g: F.linear(x, g * v / v.norm(dim=1, keepdim=True)), ((5, 4), (5, 1))),
+    "masked": (lambda x, w: F.linear(x, w * torch.ones(5, 4, dtype=torch.float64).tril()), ((5, 4),)),
+    "through a nonlinearity": (lambda x, w: F.linear(x, torch.tanh(w)), ((5, 4),)),
+    "expanded": (lambda x, w: F.linear(x, w.expand(5, 4)), ((1, 4),)),
+    "repeated": (lambda x, w: F.linear(x, w.repeat(2, 1)), ((3, 4),)),
+    "concatenated": (lambda x, v, w: F.linear(x, torch.cat([v, w])), ((2, 4), (3, 4))),
+    "another shape": (lambda x, w: F.linear(x, w.view(3, 2, 4).permute(1, 0, 2).reshape(6, 4)), ((6, 4),)),
+    "from a vector": (lambda x, w: F.linear(x, w.view(5, 4)), ((20,),)),
+    "padded": (lambda x, w: F.linear(x, F.pad(w, (1, 0, 0, 2))), ((3, 3),)),
+    "convolution as matrix": (lambda x, w: F.linear(x, w.flatten(1)), ((5, 1, 2, 2),)),
+    "matrix as convolution": (lambda x, w: F.conv1d(x.unsqueeze(2), w.unsqueeze(2)), ((5, 4),)),
+    "penalty on the weight": (lambda x, w: F.linear(x, w) + w.square().sum(), ((5, 4),)),
+    "matrix and table": (lambda x, w: F.linear(x, w) * F.embedding(x.argmax(1), w).sum(1, keepdim=True), ((4, 4),)),
+    "table twice": (lambda x, w: F.embedding(x.argsort(1), w).prod(1) + F.embedding(x.argmax(1), w), ((4, 3),)),
+    "scaled table": (lambda x, w, s: F.embedding(x.argsort(1), 2 * w * s).prod(1), ((4, 3), ())),
+    "table behind a matrix": (lambda x, w, v: F.embedding(x.argsort(1), w @ v).prod(1), ((4, 2), (2, 3))),
+    "table of a transpose": (lambda x, w: F.embedding(x.argsort(1), w.t()).prod(1), ((3, 4),)),
+    "batched matrices": (lambda x, w: torch.einsum("ni,hio->nho", x, w).prod(1), ((2, 4, 3),)),
+    "determinant-like": (lambda x, w: torch.einsum("ni,ij,nj->n", x, w, x), ((4, 4),)),
+}
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_a_weight_may_be_made_of_parameters(name: str, device: torch.device) -> None:
+    forward, shapes = FORWARDS[name]
+    if device.type != "cpu":
+        pytest.skip("masks and indices of these forwards are on the CPU")
+    check_layer(Made(forward, *shapes), (randn(4, 4),), device)
+
+
+@pytest.mark.parametrize("name", [name for name in FORWARDS if "table" not in name and "convolution" not in name and "like" not in name])
+def test_a_weight_may_be_made_of_parameters_at_every_position(name: str) -> None:
+    forward, shapes = FORWARDS[name]
+    if name == "batched matrices":
+        pytest.skip("its equation is for vectors")
+    check_layer(Made(forward, *shapes), (randn(3, 5, 4),), torch.device("cpu"))
+
+
+def test_one_convolution_at_two_resolutions(device: torch.device) -> None:
+    check_layer(Made(resized, (2, 1, 3, 3)), (randn(3, 6, 6),), device)
+
+
+def test_torchs_own_weight_norm(device: torch.device) -> None:
+    check_layer(nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), (randn(3, 4),), device)
+    check_layer(nn.utils.parametrizations.weight_norm(nn.Conv1d(4, 3, 2)), (randn(3, 4, 5),), device)
+
+
+def test_one_convolution_kernel_as_matrix_and_as_kernel(device: torch.device) -> None:
+    def forward(x: Tensor, w: Tensor) -> Tensor:
+        return F.linear(torch.tanh(F.conv2d(x.unsqueeze(1), w)).mean((2, 3)), w.view(3, 4).t())
+
+    check_layer(Made(forward, (3, 1, 2, 2)), (randn(3, 4, 4),), device)
+
+
+@pytest.mark.parametrize("n", [0, 1])
+def test_no_sample_and_a_single_one(n: int, device: torch.device) -> None:
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Conv1d(3, 2, 2), nn.Flatten(), nn.Linear(6, 2)).to(device)
+    params = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(params: dict[str, Tensor], tokens: Tensor) -> Tensor:
+        table, kernel, bias, weight, shift = params.values()
+        hidden = F.conv1d(F.embedding(tokens, table).unsqueeze(0), kernel, bias)
+        return F.linear(hidden.flatten(1), weight, shift).square().sum()
+
+    grads = per_sample_gradients(loss, params, torch.randint(5, (n, 3), device=device))
+    assert grads.square_norms().shape == grads.losses.shape == (n,)
+    assert grads.dot(params).shape == (n,)
+    for name, value in grads.materialise().items():
+        assert value.shape == (n, *params[name].shape)
+    for name, value in grads.weighted_sum(torch.ones(n, device=device)).items():
+        assert value.shape == params[name].shape
+        assert n or not value.any()
