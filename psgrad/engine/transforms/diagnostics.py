@@ -71,7 +71,8 @@ def running_autograd_function() -> str | None:
 
 
 def _subclasses(base: type) -> Iterator[Any]:
-    for subclass in base.__subclasses__():
+    subclasses: list[Any] = base.__subclasses__()
+    for subclass in subclasses:
         if hasattr(subclass, "forward"):
             yield subclass
         yield from _subclasses(subclass)
