@@ -46,31 +46,30 @@ class RunFolder:
             OutputError: the folder can't be made.
         """
         run = cls(path)
+        cls.require_free(path, overwrite)
         try:
-            cls.require_free(path, overwrite)
             if path.is_dir():
                 run._clear()
             else:
                 # Norms and losses tell about single training examples: a new folder is for its owner's eyes.
                 path.mkdir(parents=True, mode=0o700)
         except OSError as error:
-            raise OutputError(
-                f"the output folder {path} can't be made: {error.strerror or error}",
-                expected="a place where folders and files can be written",
-                next_step="choose another --output",
-            ) from error
+            raise _unusable(path, error) from error
         run.write_manifest({"state": "running"})
         return run
 
     @staticmethod
     def require_free(path: Path, overwrite: bool = False) -> None:
         """Raises OutputExistsError where `create` would: to be asked before any work is done. Changes nothing."""
-        if not path.exists() and not path.is_symlink():
-            return
-        if not path.is_dir():
-            raise OutputExistsError(f"the output {path} exists and is not a folder", next_step="choose another --output")
-        if not any(path.iterdir()):
-            return
+        try:
+            if not path.exists() and not path.is_symlink():
+                return
+            if not path.is_dir():
+                raise OutputExistsError(f"the output {path} exists and is not a folder", next_step="choose another --output")
+            if not any(path.iterdir()):
+                return
+        except OSError as error:
+            raise _unusable(path, error) from error
         if not _is_run(path):
             raise OutputExistsError(
                 f"the output folder {path} is not empty and does not hold a psgrad run",
@@ -140,6 +139,14 @@ class RunFolder:
             cause=f"no space; what was written before is whole: {kept}",
             next_step="free some space, or choose an --output on another disk, and run again",
         )
+
+
+def _unusable(path: Path, error: OSError) -> OutputError:
+    return OutputError(
+        f"the output folder {path} can't be made: {error.strerror or error}",
+        expected="a place where folders and files can be written",
+        next_step="choose another --output",
+    )
 
 
 def _is_run(folder: Path) -> bool:

@@ -82,6 +82,15 @@ def test_overwriting_leaves_strangers_files_and_what_links_point_to(tmp_path: Pa
     assert (treasure / "gold").exists()
 
 
+def test_a_folder_that_cannot_be_looked_into_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(self: Path) -> Any:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Path, "iterdir", closed)
+    with pytest.raises(OutputError, match="can't be made: Permission denied"):
+        RunFolder.require_free(tmp_path)
+
+
 def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
     with pytest.raises(OutputExistsError, match="not a folder"):

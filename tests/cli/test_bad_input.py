@@ -351,6 +351,13 @@ def test_an_output_folder_that_holds_a_run(workplace: Workplace) -> None:
     workplace.refused(2, "the output folder out holds an earlier run", "--overwrite")
 
 
+def test_an_output_folder_in_the_way_is_told_before_anything_is_loaded(workplace: Workplace) -> None:
+    (workplace.folder / "out").mkdir()
+    (workplace.folder / "out" / "manifest.json").write_text('{"tool": "psgrad"}')
+    workplace.use_model("def Model():\n    raise AssertionError('an hour later')\n")
+    workplace.refused(2, "holds an earlier run")
+
+
 def test_an_output_folder_that_holds_something_else(workplace: Workplace) -> None:
     (workplace.folder / "out").mkdir()
     (workplace.folder / "out" / "thesis.tex").write_text("years of work")
