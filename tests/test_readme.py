@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -100,3 +101,13 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     named = re.findall(r"(?:\(|`)((?:docs|configs|tests|benchmarks|psgrad)/[\w./-]+)(?:\)|`)", text)
     missing = [name for name in named if not (ROOT / name).exists()]
     assert not missing
+
+
+def test_the_benchmark_table_is_the_stored_result() -> None:
+    stored = json.loads((ROOT / "benchmarks" / "results" / "cpu-2-cores.json").read_text(encoding="utf-8"))
+    expected = []
+    for case in stored["cases"].values():
+        medians = {way: timing["median"] for way, timing in case["seconds"].items()}
+        expected.append([f"{medians[way] / medians['plain']:.2f}" for way in ("torch.func", "norms", "clipped")])
+    table = README[README.index("| network | torch.func norms") :].split("\n\n")[0].splitlines()[2:]
+    assert [[cell.strip() for cell in line.strip("|").split("|")][1:] for line in table] == expected
