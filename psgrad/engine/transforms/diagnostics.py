@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -61,18 +62,43 @@ def where(error: BaseException | None = None) -> str:
     return f" ({', '.join(parts)})" if parts else ""
 
 
-def running_autograd_function() -> str | None:
+# The code of functions that open a level: a search for what stands between an operator and its transform ends there.
+boundaries: set[CodeType] = set()
+
+
+def running_autograd_function(*, inside: bool) -> str | None:
     """The name of the autograd.Function whose forward is running, if one is.
 
-    PyTorch runs such a forward with recording off, so a transform would see constants and return zero gradients in silence.
+    Its backward is invisible to a transform, which would differentiate the forward instead, or see constants where PyTorch has
+    switched recording off. PyTorch has no hook for the call, but the forward's frame is on the stack.
+
+    inside: only one that was called inside the innermost transform.
     """
-    forwards = {getattr(function.forward, "__code__", None): function.__name__ for function in _subclasses(torch._C._FunctionBase)}
-    return next((forwards[frame.f_code] for frame in _frames() if frame.f_code in forwards), None)
+    forwards = _forwards_of_functions()
+    for frame in _frames():
+        code = frame.f_code
+        if code in forwards:
+            return forwards[code]
+        if inside and code in boundaries:
+            return None
+    return None
 
 
-def _subclasses(base: type) -> Iterator[Any]:
-    subclasses: list[Any] = base.__subclasses__()
-    for subclass in subclasses:
+def _forwards_of_functions() -> dict[CodeType, str]:
+    """The forward of each class of autograd.Function that exists by now."""
+    base: Any = torch._C._FunctionBase
+    # PyTorch makes one class for the backward of each; their number tells whether there are new ones.
+    return _forwards(sum(len(kind.__subclasses__()) for kind in base.__subclasses__()))
+
+
+@functools.lru_cache(maxsize=1)
+def _forwards(count: int) -> dict[CodeType, str]:
+    classes = _subclasses(torch._C._FunctionBase)
+    return {function.forward.__code__: function.__name__ for function in classes if hasattr(function.forward, "__code__")}
+
+
+def _subclasses(base: Any) -> Iterator[Any]:
+    for subclass in base.__subclasses__():
         if hasattr(subclass, "forward"):
             yield subclass
         yield from _subclasses(subclass)

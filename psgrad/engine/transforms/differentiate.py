@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.record import Node, pull_back
 from psgrad.engine.transforms.reverse import GradLevel, GradTracer
 from psgrad.errors import TransformError
@@ -129,6 +130,9 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
 
     value = tree_unflatten(values, out_spec)
     return (value, vjp_fn, aux) if has_aux else (value, vjp_fn)
+
+
+diagnostics.boundaries.update({cotangents_and_value.__code__, vjp.__code__})
 
 
 class _Place(NamedTuple):

@@ -122,15 +122,16 @@ class GradLevel(Level):
         tracked = self._tracked(args)
         kwargs_tracked = any(self.owns(v) and v.node is not None for v in kwargs.values())
         recording = (tracked or kwargs_tracked) and not is_constant(op)
-        if recording and not torch.is_grad_enabled():
-            if name := diagnostics.running_autograd_function():
+        if recording:
+            enabled = torch.is_grad_enabled()
+            if name := diagnostics.running_autograd_function(inside=enabled):
                 raise TransformError(
                     f"torch.autograd.Function {name} is used in the transformed function{diagnostics.where()}",
                     expected="operators that psgrad sees; the backward of such a Function is invisible to it",
-                    cause="the gradient that passes through the Function would be zero without a word",
+                    cause="the gradient that passes through the Function would be another than its backward's, without a word",
                     next_step="write the computation with ordinary tensor operations (for a checkpoint: use_reentrant=False)",
                 )
-            recording = False
+            recording = enabled
         if not recording:
             # Composite operators may return views or write in place: taken apart, their pieces are handled one by one.
             if is_composite(op) and derivative_rule(op) is None and not is_constant(op):

@@ -160,10 +160,26 @@ class ReversedWithGrad(torch.autograd.Function):
         return -g
 
 
-@pytest.mark.xfail(strict=True, reason="only a forward without recording gives a Function away, and PyTorch offers no hook for the call")
 def test_an_autograd_function_that_records_its_forward_is_refused() -> None:
     with pytest.raises(TransformError):
         grad(lambda x: ReversedWithGrad.apply(x).sum())(torch.ones(3))
+
+
+class UsesGrad(torch.autograd.Function):
+    """A Function of the user's own whose forward calls a transform: nothing of it is in that transform's way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return grad(lambda x: x.sin().sum())(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g
+
+
+def test_a_transform_may_be_used_in_the_forward_of_an_autograd_function() -> None:
+    x = torch.randn(3, requires_grad=True)
+    torch.testing.assert_close(UsesGrad.apply(x).detach(), x.detach().cos())
 
 
 def test_reentrant_checkpoints_are_refused_and_others_work() -> None:
