@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -62,39 +62,47 @@ def where(error: BaseException | None = None) -> str:
     return f" ({', '.join(parts)})" if parts else ""
 
 
-# The code of functions that open a level: a search for what stands between an operator and its transform ends there.
-boundaries: set[CodeType] = set()
+# Functions that open a level, by the id of their code: a search for what stands between an operator and its transform ends there.
+_boundaries: set[int] = set()
+
+
+def boundary(function: Callable[..., Any]) -> None:
+    """Declare a function (of a module, so that it lives on) to be one that opens a level."""
+    _boundaries.add(id(function.__code__))
 
 
 def running_autograd_function(*, inside: bool) -> str | None:
     """The name of the autograd.Function whose forward is running, if one is.
 
     Its backward is invisible to a transform, which would differentiate the forward instead, or see constants where PyTorch has
-    switched recording off. PyTorch has no hook for the call, but the forward's frame is on the stack.
+    switched recording off. PyTorch has no hook for the call, but the forward's frame is on the stack. This is asked at every
+    recorded operator, so frames are told apart by the id of their code: hashing code takes ten times as long.
 
     inside: only one that was called inside the innermost transform.
     """
     forwards = _forwards_of_functions()
-    for frame in _frames():
-        code = frame.f_code
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = id(frame.f_code)
         if code in forwards:
-            return forwards[code]
-        if inside and code in boundaries:
+            return forwards[code][1]
+        if inside and code in _boundaries:
             return None
+        frame = frame.f_back
     return None
 
 
-def _forwards_of_functions() -> dict[CodeType, str]:
-    """The forward of each class of autograd.Function that exists by now."""
+def _forwards_of_functions() -> dict[int, tuple[CodeType, str]]:
+    """The forward of each class of autograd.Function that exists by now, by the id of its code, which is kept alive."""
     base: Any = torch._C._FunctionBase
     # PyTorch makes one class for the backward of each; their number tells whether there are new ones.
     return _forwards(sum(len(kind.__subclasses__()) for kind in base.__subclasses__()))
 
 
 @functools.lru_cache(maxsize=1)
-def _forwards(count: int) -> dict[CodeType, str]:
-    classes = _subclasses(torch._C._FunctionBase)
-    return {function.forward.__code__: function.__name__ for function in classes if hasattr(function.forward, "__code__")}
+def _forwards(count: int) -> dict[int, tuple[CodeType, str]]:
+    classes = [function for function in _subclasses(torch._C._FunctionBase) if hasattr(function.forward, "__code__")]
+    return {id(function.forward.__code__): (function.forward.__code__, function.__name__) for function in classes}
 
 
 def _subclasses(base: Any) -> Iterator[Any]:

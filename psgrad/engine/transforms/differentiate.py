@@ -132,7 +132,8 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     return (value, vjp_fn, aux) if has_aux else (value, vjp_fn)
 
 
-diagnostics.boundaries.update({cotangents_and_value.__code__, vjp.__code__})
+diagnostics.boundary(cotangents_and_value)
+diagnostics.boundary(vjp)
 
 
 class _Place(NamedTuple):
