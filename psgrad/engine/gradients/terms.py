@@ -17,14 +17,14 @@ import torch
 from psgrad.engine.transforms.rules.convolution import Geometry, as_matrices, grouped_kernel_is_fast, weight_gradients
 
 # Bytes of the intermediates of one block of samples: small enough for a processor's cache, large enough for a GPU's kernels.
-_BLOCK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
+BLOCK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 
 aten = torch.ops.aten
 
 
 def blocks(n: int, bytes_per_sample: int, device: torch.device) -> Iterator[slice]:
     """The samples, as slices whose intermediates fit the block size."""
-    budget = _BLOCK_BYTES.get(device.type, _BLOCK_BYTES["cuda"])
+    budget = BLOCK_BYTES.get(device.type, BLOCK_BYTES["cuda"])
     step = max(1, min(n, budget // max(bytes_per_sample, 1)))
     for start in range(0, n, step):
         yield slice(start, min(start + step, n))

@@ -7,6 +7,8 @@ import copy
 import pytest
 import torch
 
+from psgrad.engine.gradients import per_sample_square_norms, terms
+from psgrad.engine.objective import Objective
 from tests.engine.gradients.agreement import TOLERANCES, answers, assert_answers_agree, deferred_gradients, draw_weights_and_vector, joined
 from tests.models import ARCHITECTURES, Architecture
 from tests.oracles import one_sample_gradients
@@ -34,6 +36,40 @@ def test_every_query_agrees_with_the_loop(architecture: Architecture, dtype: tor
             grads = deferred_gradients(model, architecture.loss, tuple(value[rows] for value in inputs), target[rows])
             chunks.append(answers(grads, weights[rows], vector))
         assert_answers_agree(joined(chunks), expected, weights, vector, TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("block_bytes", [1, 30_000])
+def test_intermediates_may_be_made_for_a_few_samples_at_a_time(
+    architecture: Architecture, dtype: torch.dtype, block_bytes: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of one sample, and blocks of a few: the test models are too small to need any by themselves."""
+    monkeypatch.setitem(terms.BLOCK_BYTES, device.type, block_bytes)
+    model = architecture.build(dtype=dtype).to(device)
+    inputs, target = architecture.batch(7, dtype=dtype)
+    inputs, target = tuple(value.to(device) for value in inputs), target.to(device)
+    exact_inputs = tuple(value.double() if value.is_floating_point() else value for value in inputs)
+    expected = one_sample_gradients(copy.deepcopy(model).double(), architecture.loss, exact_inputs, target)
+    weights, vector = draw_weights_and_vector(expected, dtype)
+    grads = deferred_gradients(model, architecture.loss, inputs, target)
+    assert_answers_agree(answers(grads, weights, vector), expected, weights, vector, TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
+def test_norms_alone_are_those_of_the_gradients(architecture: Architecture, device: torch.device) -> None:
+    """per_sample_square_norms contracts each gradient on the way back: each must be complete by then, shared weights too."""
+    model = architecture.build(dtype=torch.float64).to(device)
+    inputs, target = architecture.batch(5, dtype=torch.float64)
+    inputs, target = tuple(value.to(device) for value in inputs), target.to(device)
+    objective = Objective(model, architecture.loss)
+    alone = per_sample_square_norms(objective.loss, objective.params, inputs, target, has_aux=True)
+    grads = deferred_gradients(model, architecture.loss, inputs, target)
+    torch.testing.assert_close(alone.square_norms("parameter"), grads.square_norms("parameter"), rtol=1e-12, atol=0)
+    torch.testing.assert_close(alone.square_norms("module"), grads.square_norms("module"), rtol=1e-12, atol=0)
+    torch.testing.assert_close(alone.square_norms(), grads.square_norms(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(alone.losses, grads.losses, rtol=0, atol=0)
+    assert alone.describe() == grads.describe()
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
