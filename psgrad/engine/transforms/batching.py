@@ -15,7 +15,7 @@ import torch
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.levels import Level, Tracer, innermost, interpret, map_tracers, state, strides_of
 from psgrad.engine.transforms.operators import Op, aten, facts, is_random, out_of_place, refuse_mutation
-from psgrad.engine.transforms.rules.registry import batching_rule, decompose
+from psgrad.engine.transforms.rules.registry import batching_rule, decompose, shared_draw
 from psgrad.errors import TransformError
 
 RANDOMNESS = ("error", "same", "different")
@@ -184,9 +184,9 @@ class BatchLevel(Level):
                 target.copy_(drawn.expand_as(target))
                 return args[0]
             if mapped:
-                if rule.__name__ == "draw_like":
-                    sample = torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device)
-                    return op(sample, *args[1:], **kwargs)
+                shared = shared_draw(op)
+                if shared is not None:
+                    return shared(op, *args, **kwargs)
                 raise TransformError(
                     f"{op.name()} on batched values can't draw the same for all samples{diagnostics.where()}",
                     next_step="use randomness='different'",

@@ -794,3 +794,25 @@ def test_a_differentiated_argument_stays_as_it_is() -> None:
     kept = x.clone()
     same(grad(lambda x: x.mul_(2).square().sum())(x), 8 * x)
     assert torch.equal(x, kept)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: F.dropout(x, 0.5),
+        lambda x: torch.native_dropout(x, 0.5, True)[0],
+        lambda x: F.dropout2d(x[None, :, None, None], 0.5)[0, :, 0, 0],
+        lambda x: x + torch.rand_like(x),
+        lambda x: x * torch.empty_like(x).bernoulli_(0.5),
+        lambda x: x + torch.randn(4),
+        grad(lambda x: (F.dropout(x, 0.5) ** 2).sum()),
+    ],
+)
+def test_one_draw_for_all_samples_is_that_of_a_single_call(draw: Any) -> None:
+    """With randomness='same' every sample sees what a call without vmap would draw; its own values go through it."""
+    rows = torch.arange(1.0, 13.0).reshape(3, 4)
+    torch.manual_seed(1)
+    together = vmap(draw, randomness="same")(rows)
+    for row, result in zip(rows, together, strict=True):
+        torch.manual_seed(1)
+        torch.testing.assert_close(result, draw(row))

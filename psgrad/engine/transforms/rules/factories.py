@@ -44,6 +44,17 @@ def draw_like(batch: Any, op: Op, x: torch.Tensor, *args: Any, **kwargs: Any) ->
     return op(x.unsqueeze(0).expand(batch.size, *x.shape).contiguous(), *args, **kwargs)
 
 
+def draw_like_one(op: Op, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """One draw for all samples, of an operator that looks at its tensor's shape and not at its values."""
+    return op(torch.empty(x.shape, dtype=x.dtype, device=x.device), *args, **kwargs)
+
+
+def drop_alike(op: Op, x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """One dropout mask for all samples."""
+    scale, mask = op(torch.ones(x.shape, dtype=x.dtype, device=x.device), *args)
+    return x * scale, mask
+
+
 def draw_shape(position: int) -> Any:
     """The draw's shape is an argument."""
 
@@ -60,7 +71,14 @@ def draw_with_parameters(batch: Any, op: Op, *args: Any, **kwargs: Any) -> torch
     return op(*[batch.physical(a).contiguous() if isinstance(a, torch.Tensor) else a for a in args], **kwargs)
 
 
-constant(aten.rand_like.default, aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype, batch=draw_like)
+constant(
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.randint_like.default,
+    aten.randint_like.low_dtype,
+    batch=draw_like,
+    same=draw_like_one,
+)
 constant(
     aten.bernoulli_.float,
     aten.uniform_.default,
@@ -74,7 +92,9 @@ constant(
     aten.geometric_.default,
     batch=draw_like,
 )
-constant(aten.bernoulli.p, aten.uniform.default, aten.normal_functional.default, aten.exponential.default, batch=draw_like)
+constant(
+    aten.bernoulli.p, aten.uniform.default, aten.normal_functional.default, aten.exponential.default, batch=draw_like, same=draw_like_one
+)
 constant(aten.rand.default, aten.randn.default, aten.rand.generator, aten.randn.generator, batch=draw_shape(0))
 constant(aten.randint.default, aten.normal.float_float, batch=draw_shape(1))
 constant(aten.randint.low, batch=draw_shape(2))
@@ -107,4 +127,4 @@ def _dropout_back(out: Any, x: torch.Tensor, p: float, train: bool | None) -> An
     return lambda gs: gs[0] * mask * scale if gs[0] is not None else None
 
 
-define(aten.native_dropout.default, vjp={0: _dropout_back}, batch=draw_like)
+define(aten.native_dropout.default, vjp={0: _dropout_back}, batch=draw_like, same=drop_alike)

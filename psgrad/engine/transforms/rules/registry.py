@@ -41,6 +41,7 @@ class DerivativeRule:
 
 _derivatives: dict[Op, DerivativeRule] = {}
 _batchings: dict[Op, Callable[..., Any]] = {}
+_shared_draws: dict[Op, Callable[..., Any]] = {}
 _constants: set[Op] = set()
 _decompositions: dict[Op, Callable[..., Any]] = {}
 
@@ -50,9 +51,17 @@ def define(
     vjp: Mapping[int, Maker] | JointVJP | None = None,
     batch: Callable[..., Any] | None = None,
     instead: Callable[..., Any] | None = None,
+    same: Callable[..., Any] | None = None,
 ) -> None:
-    """Declare the rules of operators. A second declaration of the same rule is a mistake."""
+    """Declare the rules of operators. A second declaration of the same rule is a mistake.
+
+    same: for a random operator on a mapped value, what to run where all samples share one draw (randomness='same'); it may call
+    operators on its arguments as they are.
+    """
     for op in ops:
+        if same is not None:
+            assert op not in _shared_draws, op
+            _shared_draws[op] = same
         if vjp is not None or instead is not None:
             assert op not in _derivatives, op
             _derivatives[op] = DerivativeRule(vjp if vjp is not None else {}, instead)
@@ -61,10 +70,10 @@ def define(
             _batchings[op] = batch
 
 
-def constant(*ops: Op, batch: Callable[..., Any] | None = None) -> None:
+def constant(*ops: Op, batch: Callable[..., Any] | None = None, same: Callable[..., Any] | None = None) -> None:
     """Declare operators whose result has zero derivative everywhere (comparisons, indices, fresh tensors)."""
     _constants.update(ops)
-    define(*ops, batch=batch)
+    define(*ops, batch=batch, same=same)
 
 
 def replace(op: Op) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -83,6 +92,10 @@ def derivative_rule(op: Op) -> DerivativeRule | None:
 
 def batching_rule(op: Op) -> Callable[..., Any] | None:
     return _batchings.get(op)
+
+
+def shared_draw(op: Op) -> Callable[..., Any] | None:
+    return _shared_draws.get(op)
 
 
 def is_constant(op: Op) -> bool:
