@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -816,3 +817,18 @@ def test_one_draw_for_all_samples_is_that_of_a_single_call(draw: Any) -> None:
     for row, result in zip(rows, together, strict=True):
         torch.manual_seed(1)
         torch.testing.assert_close(result, draw(row))
+
+
+DTYPES = (torch.bool, torch.int64, torch.bfloat16, torch.float32, torch.float64)
+
+
+@pytest.mark.parametrize("operator", [torch.mul, torch.add, torch.eq, torch.maximum, lambda a, b: torch.where(a > 0, a, b)])
+@pytest.mark.parametrize("in_dims", [(0, 0), (0, None), (None, 0)])
+def test_types_promote_as_for_one_sample(operator: Any, in_dims: tuple[int | None, int | None]) -> None:
+    """A scalar gives way to a tensor with axes, though under vmap it has an axis in truth."""
+    for first, second in itertools.product(DTYPES, DTYPES):
+        for shapes in itertools.product([(), (3,)], repeat=2):
+            a, b = ((3 * torch.randn(4, *shape)).to(dtype) for shape, dtype in zip(shapes, (first, second), strict=True))
+            a, b = a if in_dims[0] == 0 else a[0], b if in_dims[1] == 0 else b[0]
+            rows = [operator(a[i] if in_dims[0] == 0 else a, b[i] if in_dims[1] == 0 else b) for i in range(4)]
+            torch.testing.assert_close(vmap(operator, in_dims)(a, b), torch.stack(rows), equal_nan=True)

@@ -56,13 +56,14 @@ def elementwise_batch(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
 
 
 def _promoted(batch: Any, args: Any, tensors: list[torch.Tensor], rank: int) -> list[Any]:
-    """Logical scalars promote less than tensors with axes, yet their physical values have an axis: promote by hand."""
+    """Logical scalars promote less than tensors with axes, yet mapped ones have an axis in truth: promote by hand."""
     scalars = [t for t in tensors if t.dim() == 0]
-    if rank == 0 or not any(batch.is_mapped(t) for t in scalars):
+    if not any(batch.is_mapped(t) for t in scalars):
         return list(args)
-    dtype = torch.result_type(
-        torch.empty((1,) * rank, dtype=_joint([t for t in tensors if t.dim()])), torch.empty((), dtype=_joint(scalars))
-    )
+    dtype = _joint(scalars)
+    if rank:
+        others = _joint([t for t in tensors if t.dim()])
+        dtype = torch.result_type(torch.empty((1,), dtype=others), torch.empty((), dtype=dtype))
     return [
         batch.level.lift(batch.physical(a).to(dtype))
         if isinstance(a, torch.Tensor) and a.dim() == 0 and batch.is_mapped(a) and a.dtype != dtype and a.dtype != torch.bool
