@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -116,13 +116,21 @@ def _cpu_back(
 ) -> Any:
     result, logsumexp = out[0], out[1]
 
+    return _of_result(
+        lambda g, _: aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
+            g, query, key, value, result, logsumexp, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+        )
+    )
+
+
+def _of_result(kernel: Callable[[torch.Tensor, Sequence[int]], Any]) -> Any:
+    """The way back through the attended values alone: nothing else that a fused kernel returns has a derivative."""
+
     def back(gs: Sequence[Any], positions: Sequence[int]) -> dict[int, Any]:
         if gs[0] is None:
             return {}
-        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
-            gs[0], query, key, value, result, logsumexp, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
-        )
-        return {position: grads[position] for position in positions if position < 3}
+        grads = kernel(gs[0], positions)
+        return {position: grads[position] for position in positions}
 
     return back
 
@@ -151,15 +159,11 @@ def _cuda_flash_back(
 ) -> Any:
     result, logsumexp, cum_q, cum_k, max_q, max_k, seed, offset = out[:8]
 
-    def back(gs: Sequence[Any], positions: Sequence[int]) -> dict[int, Any]:
-        if gs[0] is None:
-            return {}
-        grads = aten._scaled_dot_product_flash_attention_backward.default(
-            gs[0], query, key, value, result, logsumexp, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, seed, offset, scale=scale
+    return _of_result(
+        lambda g, _: aten._scaled_dot_product_flash_attention_backward.default(
+            g, query, key, value, result, logsumexp, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, seed, offset, scale=scale
         )
-        return {position: grads[position] for position in positions}
-
-    return back
+    )
 
 
 def _cuda_efficient_back(
@@ -176,16 +180,13 @@ def _cuda_efficient_back(
 ) -> Any:
     result, logsumexp, seed, offset = out
 
-    def back(gs: Sequence[Any], positions: Sequence[int]) -> dict[int, Any]:
-        if gs[0] is None:
-            return {}
+    def kernel(g: torch.Tensor, positions: Sequence[int]) -> Any:
         mask = [True, True, True, 3 in positions]
-        grads = aten._scaled_dot_product_efficient_attention_backward.default(
-            gs[0], query, key, value, bias, result, logsumexp, seed, offset, dropout_p, mask, is_causal, scale=scale
+        return aten._scaled_dot_product_efficient_attention_backward.default(
+            g, query, key, value, bias, result, logsumexp, seed, offset, dropout_p, mask, is_causal, scale=scale
         )
-        return {position: grads[position] for position in positions}
 
-    return back
+    return _of_result(kernel)
 
 
 def _efficient_forward(level: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
