@@ -82,6 +82,13 @@ def test_the_flipped_labels_are_found_as_claimed(digits_run: tuple[Path, str]) -
     assert done.stdout == shown
 
 
+def test_the_main_job_is_quick(digits_run: tuple[Path, str]) -> None:
+    """1,797 digits after the imports, plots and report included: under 20 s on two cores."""
+    timings = json.loads((digits_run[0] / "manifest.json").read_text(encoding="utf-8"))["timings"]
+    assert {"load", "self-check", "gradients", "report"} <= timings.keys()
+    assert sum(timings.values()) < 20
+
+
 def test_the_table_is_the_one_shown(digits_run: tuple[Path, str]) -> None:
     """Ids, labels and predictions to the letter; numbers may differ in the last digit on other processors."""
     shown = next(block for block in blocks("console") if "analyze.top=10" in block)
