@@ -23,6 +23,7 @@ from psgrad.engine.objective import Objective
 from psgrad.engine.verify import SelfCheck, self_check
 from psgrad.errors import ConfigError
 from psgrad.inputs.data import load_data
+from psgrad.inputs.imports import module_of
 from psgrad.inputs.losses import Criterion, check_targets, resolve_loss
 from psgrad.inputs.models import LoadedModel, load_model
 from psgrad.inputs.samples import Block, Samples
@@ -282,7 +283,11 @@ def describe_run(
             "checkpoint": config.model.checkpoint,
             "sha256": loaded.sha256,
             "notes": loaded.notes,
-            "modules_imported": [*loaded.modules_imported, *criterion.modules_imported],
+            "modules_imported": [
+                *loaded.modules_imported,
+                *criterion.modules_imported,
+                *([module_of(config.data.factory)] if config.data.factory else []),
+            ],
         },
         "data": {"source": config.data.path or config.data.factory, "fingerprint": samples.fingerprint},
         "engine": {

@@ -483,6 +483,8 @@ def test_the_text_example_on_its_first_passages(tmp_path: Path) -> None:
     assert frame["id"].tolist() == samples.ids.tolist()
     np.testing.assert_allclose(frame["grad_norm"], norms_by_loop(model, F.cross_entropy, block.inputs[0], block.target), rtol=1e-5)
     assert frame["token_accuracy"].between(0.3, 1).all()
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["model"]["modules_imported"] == ["text/model.py", "text/data.py"]
     assert_self_contained(folder / "report.html")
     assert samples.describe(int(frame["grad_norm"].idxmax())) is not None
     parameters = pd.read_parquet(folder / "parameters.parquet").set_index("parameter")

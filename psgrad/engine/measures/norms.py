@@ -10,7 +10,8 @@ from psgrad.engine.gradients import PerSampleGradients, SquareNorms
 
 
 class GradientNorms:
-    """Columns `loss` and `grad_norm` (the L2 norm of the gradient of a sample's loss in all parameters, in units of loss).
+    """Columns `loss` and `grad_norm`, the L2 norm of the gradient of a sample's loss in all parameters, in units of loss per
+    unit of parameter.
 
     Besides, it keeps the distribution of the norm in each parameter, over all samples with finite numbers, in bounded memory.
     """
