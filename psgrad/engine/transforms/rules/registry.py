@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch._decomp import decomposition_table
@@ -37,6 +37,19 @@ class DerivativeRule:
     vjp: Mapping[int, Maker] | JointVJP
     # May take the operator over, given tracers: returns its result, or None to go on with the VJP.
     instead: Callable[..., Any] | None = None
+    # Shortcuts for forward mode, which else transposes the VJP (see forward.py). By position, a maker of the closure from the
+    # argument's tangent to the result's; and the arguments in which the operator is linear while the others stay.
+    jvp: Mapping[int, Maker] = field(default_factory=dict)
+    linear: tuple[int, ...] = ()
+
+    def closure(self, position: Any, out: Any, args: Any, kwargs: Any) -> Callable[..., Any] | None:
+        """From the result's cotangent to that of one argument (or of an item of a list); None where the derivative is zero."""
+        assert not isinstance(self.vjp, JointVJP)
+        make = self.vjp.get(position if isinstance(position, int) else position[0])
+        if make is None:
+            return None
+        closure = make(out, *args, **kwargs)
+        return closure if isinstance(position, int) else closure(position[1])
 
 
 _derivatives: dict[Op, DerivativeRule] = {}
@@ -51,10 +64,15 @@ def define(
     vjp: Mapping[int, Maker] | JointVJP | None = None,
     batch: Callable[..., Any] | None = None,
     instead: Callable[..., Any] | None = None,
+    jvp: Mapping[int, Maker] | None = None,
+    linear: tuple[int, ...] = (),
     same: Callable[..., Any] | None = None,
 ) -> None:
     """Declare the rules of operators. A second declaration of the same rule is a mistake.
 
+    linear: the arguments in which the operator is linear while the others stay as they are; a list of tensors counts as one.
+    jvp: by argument, `lambda out, x, y: lambda t: ...` from the argument's tangent to what it adds to the result's. Without either, the
+        JVP is the transpose of the VJP.
     same: for a random operator on a mapped value, what to run where all samples share one draw (randomness='same'); it may call
     operators on its arguments as they are.
     """
@@ -64,7 +82,7 @@ def define(
             _shared_draws[op] = same
         if vjp is not None or instead is not None:
             assert op not in _derivatives, op
-            _derivatives[op] = DerivativeRule(vjp if vjp is not None else {}, instead)
+            _derivatives[op] = DerivativeRule(vjp if vjp is not None else {}, instead, jvp or {}, linear)
         if batch is not None:
             assert op not in _batchings, op
             _batchings[op] = batch

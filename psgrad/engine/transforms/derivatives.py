@@ -1,0 +1,233 @@
+"""What reverse and forward mode have in common: tracers that hold a value with its derivative, in-place operators, and views.
+
+In-place operators are carried out of place: the tracer is given the new value. A tracer that is a view remembers its base and
+the operator that made it; a write through a view writes the base, and a view whose base was written is taken again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, ClassVar, Self
+
+import torch
+
+from psgrad.engine.transforms import diagnostics
+from psgrad.engine.transforms.levels import Level, Tracer, in_pieces, interpret, map_tracers, strides_of
+from psgrad.engine.transforms.operators import Op, aten, facts, is_random, out_of_place, refuse_mutation
+from psgrad.engine.transforms.rules.registry import DerivativeRule, decompose, derivative_rule, is_composite, is_constant
+from psgrad.engine.transforms.rules.views import write_through
+from psgrad.errors import TransformError
+
+Position = int | tuple[int, int]  # of an argument, or of an item of an argument that is a list
+
+
+class DerivativeTracer(Tracer):
+    """A value with (or, as a constant, without) a derivative at a level. Subclasses say what the derivative is."""
+
+    level: DerivativeLevel
+    value: torch.Tensor
+    # A view: the tracer it was taken from, the operator, its arguments behind the first, and which of its results this is.
+    view_of: tuple[DerivativeTracer, Op, tuple[Any, ...], dict[str, Any], int | None] | None
+    writes: int  # how often this tracer was written to
+    writes_seen: int  # the base's `writes` when this view was taken
+
+    @classmethod
+    def hold(cls, value: torch.Tensor, level: DerivativeLevel) -> Self:
+        """A tracer of `value` at `level`, which is neither a view nor written to so far."""
+        tracer = torch.Tensor._make_wrapper_subclass(
+            cls, value.shape, strides=strides_of(value), storage_offset=0, dtype=value.dtype, device=value.device
+        )
+        tracer.value, tracer.level = value, level
+        tracer.view_of = None
+        tracer.writes = tracer.writes_seen = 0
+        return tracer  # type: ignore[no-any-return]
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    @property
+    def varies(self) -> bool:
+        """Whether there is a derivative; without, the value is a constant."""
+        raise NotImplementedError
+
+    def become(self, other: Any) -> None:
+        """Hold what `other` holds."""
+        raise NotImplementedError
+
+    def below(self) -> torch.Tensor:
+        self.level.refresh(self)
+        return self.value
+
+
+class DerivativeLevel(Level):
+    """One derivative. Subclasses say what happens at an operator that has a rule."""
+
+    adopts = True
+    tracer: ClassVar[type[DerivativeTracer]]
+
+    def constant(self, value: torch.Tensor) -> DerivativeTracer:
+        raise NotImplementedError
+
+    def is_on(self) -> bool:
+        """Whether derivatives are followed where the user's function is now."""
+        raise NotImplementedError
+
+    def apply(self, rule: DerivativeRule, op: Op, args: Any, kwargs: Any, inputs: list[tuple[Position, Any]]) -> Any:
+        """The result of `op`, traced. inputs: the tracers with a derivative among the arguments, each with its position."""
+        raise NotImplementedError
+
+    def lower(self, op: Op, values: Any, kwargs: Any) -> Any:
+        """`op` one floor down, on what the tracers of this level stand for."""
+        return interpret(op, values, kwargs, below=self) if is_random(op, values, kwargs) else op(*values, **kwargs)
+
+    def owns(self, value: Any) -> bool:
+        return isinstance(value, DerivativeTracer) and value.level is self
+
+    # -- one operator -------------------------------------------------------------------------------------------------
+
+    def process_untraced(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        operator = facts(op)
+        if operator.mutated or operator.mutated_kwargs:
+            return self._write_outside(op, args, kwargs)
+        if is_composite(op) and derivative_rule(op) is None and not is_constant(op):
+            return in_pieces(op, args, kwargs)
+        result = self.lower(op, args, kwargs)
+        # A view is still somebody else's memory; into a fresh tensor traced values may be written.
+        fresh = not operator.is_view or op is aten.lift_fresh.default  # what torch.tensor(..) made
+        return map_tracers(self.constant, result) if fresh else result
+
+    def _write_outside(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """In place on a tensor from outside the function. A counter may be counted; a value may be needed for the way back."""
+        counters = all(not t.dim() and not t.dtype.is_floating_point for t in tensors_in(args[:1], {}))
+        if op is not aten.detach_.default and (not counters or facts(op).mutated != (0,)):
+            refuse_mutation(
+                op,
+                "a tensor from outside the transformed function",
+                "operators before it may need the old value for their gradient, which would be wrong without a word",
+            )
+        return self.lower(op, args, kwargs)
+
+    def process(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        operator = facts(op)
+        if operator.mutated or operator.mutated_kwargs:
+            return self._in_place(op, args, kwargs)
+        inputs = self._inputs(args)
+        by_keyword = any(self.owns(v) and v.varies for v in kwargs.values())
+        follows = (inputs or by_keyword) and not is_constant(op)
+        if follows:
+            follows = self.is_on()
+            if name := diagnostics.running_autograd_function(inside=torch.is_grad_enabled()):
+                raise TransformError(
+                    f"torch.autograd.Function {name} is used in the transformed function{diagnostics.where()}",
+                    expected="operators that psgrad sees; the backward of such a Function is invisible to it",
+                    cause="the gradient that passes through the Function would be another than its backward's, without a word",
+                    next_step="write the computation with ordinary tensor operations (for a checkpoint: use_reentrant=False)",
+                )
+        if not follows:
+            # Composite operators may return views or write in place: taken apart, their pieces are handled one by one.
+            if is_composite(op) and derivative_rule(op) is None and not is_constant(op):
+                return decompose(op, args, kwargs)
+            result = self.lower(op, self.unwrap(args), self.unwrap(kwargs))
+            return self.remember_views(op, args, kwargs, map_tracers(self.constant, result))
+        rule = derivative_rule(op)
+        if rule is None or by_keyword:
+            return decompose(op, args, kwargs)
+        custom = rule.instead(self, args, kwargs) if rule.instead is not None else None
+        if custom is not None:
+            return custom
+        return self.remember_views(op, args, kwargs, self.apply(rule, op, self.unwrap(args), self.unwrap(kwargs), inputs))
+
+    def _inputs(self, args: tuple[Any, ...]) -> list[tuple[Position, Any]]:
+        found: list[tuple[Position, Any]] = []
+        for position, argument in enumerate(args):
+            if isinstance(argument, DerivativeTracer):
+                if argument.level is self:
+                    self.refresh(argument)
+                    if argument.varies:
+                        found.append((position, argument))
+            elif isinstance(argument, (list, tuple)):
+                for place, item in enumerate(argument):
+                    if isinstance(item, DerivativeTracer) and item.level is self:
+                        self.refresh(item)
+                        if item.varies:
+                            found.append(((position, place), item))
+        return found
+
+    def unwrap(self, tree: Any) -> Any:
+        """An operator's arguments with what the tracers of this level stand for in their place."""
+        if isinstance(tree, DerivativeTracer) and tree.level is self:
+            self.refresh(tree)
+            return tree.value
+        if isinstance(tree, (list, tuple)):
+            items = [self.unwrap(item) for item in tree]
+            return items if isinstance(tree, list) else tuple(items)
+        if isinstance(tree, dict):
+            return {key: self.unwrap(item) for key, item in tree.items()}
+        return tree
+
+    # -- in-place operators and views -----------------------------------------------------------------------------------
+
+    def remember_views(self, op: Op, args: Any, kwargs: Any, result: Any) -> Any:
+        base = args[0] if args else None
+        if facts(op).is_view and isinstance(base, DerivativeTracer) and base.level is self:
+            for output, tracer in enumerate(result) if isinstance(result, (tuple, list)) else [(None, result)]:
+                tracer.view_of = (base, op, args[1:], kwargs, output)
+                tracer.writes_seen = base.writes
+        return result
+
+    def refresh(self, tracer: DerivativeTracer) -> None:
+        """Take a view again whose base was written to since."""
+        if tracer.view_of is None:
+            return
+        base, op, rest, kwargs, output = tracer.view_of
+        self.refresh(base)
+        if tracer.writes_seen == base.writes:
+            return
+        again = op(base, *rest, **kwargs)
+        tracer.become(again if output is None else again[output])
+        tracer.writes_seen = base.writes
+        tracer.writes += 1
+
+    def _in_place(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        operator = facts(op)
+        if operator.mutated_kwargs or operator.mutated != (0,):
+            refuse_mutation(op, "an output argument (out=) or several arguments", "psgrad carries out in-place operators out of place")
+        target = args[0]
+        if not self.owns(target):
+            refuse_mutation(
+                op,
+                "a tensor that the transform does not follow",
+                "the tensor was made outside the transformed function (a buffer, a cache), so what is written would be lost",
+            )
+        new = out_of_place(op, args, kwargs)
+        if new.dtype != target.dtype:
+            new = new.to(target.dtype)
+        if not self.is_on() and target.varies:
+            new = self.with_derivative_of(new, target)
+        self._write(target, new)
+        return target
+
+    def with_derivative_of(self, new: Any, old: Any) -> Any:
+        """`new` as a value written where derivatives are not followed, in the place of `old`."""
+        raise NotImplementedError
+
+    def _write(self, target: Any, new: Any) -> None:
+        if target.view_of is not None:
+            base, op, rest, kwargs, output = target.view_of
+            written = write_through(op, base, new, rest, kwargs, output)
+            if written is None:
+                refuse_mutation(op, f"a view made by {op}", "a write through this kind of view is not supported")
+            self._write(base, written)
+            target.writes_seen = base.writes
+        target.become(new)
+        target.writes += 1
+
+
+def tensors_in(args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    """The tensors among an operator's arguments."""
+    for argument in itertools.chain(args, kwargs.values()):
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        elif isinstance(argument, (list, tuple)):
+            yield from (item for item in argument if isinstance(item, torch.Tensor))
