@@ -42,10 +42,10 @@ def facts(op: Op) -> OpFacts:
 def is_random(op: Op, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether this call draws by itself. Attention kernels can, and do so only with dropout."""
     operator = facts(op)
-    if op in RANDOM_COMPOSITES:
+    if not operator.is_random or op in RANDOM_COMPOSITES:
         return False
-    if not operator.is_random or operator.dropout_position is None:
-        return operator.is_random
+    if operator.dropout_position is None:
+        return True
     position = operator.dropout_position
     return bool(args[position] if position < len(args) else kwargs.get("dropout_p", 0.0))
 

@@ -71,7 +71,7 @@ def _run(
 ) -> Any:
     level = BatchLevel(size, randomness)
     with level.body():
-        traced = [x if d is None else level.lift(x.movedim(d, 0)) for x, d in zip(flat, dims, strict=True)]
+        traced = [x if d is None else level.lift(x.movedim(d, 0) if d else x) for x, d in zip(flat, dims, strict=True)]
         out = func(*tree_unflatten(traced, spec), **kwargs)
         flat_out, out_spec = tree_flatten(out)
         places = _broadcast_prefix(out_dims, out, out_spec, name)
@@ -92,7 +92,8 @@ def _leave(level: BatchLevel, value: Any, dim: int | None, name: str) -> Any:
     rank = value.dim() + 1
     if not -rank <= dim < rank:
         raise TransformError(f"vmap({name}, ...): out_dims={dim} is out of range for an output with {rank} axes")
-    return level.batch.physical(value).movedim(0, dim)
+    physical = level.batch.physical(value)
+    return physical.movedim(0, dim) if dim else physical
 
 
 def _join(parts: list[Any], out_dims: Any, name: str) -> Any:

@@ -15,6 +15,8 @@ from psgrad.engine.transforms.rules.registry import Op, define, replace
 
 def rows(x: torch.Tensor) -> torch.Tensor:
     """[positions, features]: all leading axes as one."""
+    if x.dim() == 1:
+        return x.unsqueeze(0)
     return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
@@ -175,6 +177,8 @@ def _matmul_batch(batch: Any, op: Op, a: torch.Tensor, b: torch.Tensor) -> torch
         return op(batch.raw(a).reshape(-1, *(1,) * (b.dim() - 2), 1, a.shape[0]), batch.raw(b)).squeeze(-2)
     if not batch.is_mapped(a) and b.dim() == 2 and a.dim() == 2:
         return op(a, batch.physical(b))
+    if batch.is_mapped(a) and batch.is_mapped(b) and a.dim() == 2 and b.dim() == 2:
+        return aten.bmm.default(batch.raw(a), batch.raw(b))
     rank = max(a.dim(), b.dim())
     left = batch.aligned(a, rank) if batch.is_mapped(a) else a
     right = batch.aligned(b, rank) if batch.is_mapped(b) else b
