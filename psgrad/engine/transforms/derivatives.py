@@ -14,7 +14,7 @@ import torch
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.levels import Level, Tracer, in_pieces, interpret, map_tracers, strides_of
-from psgrad.engine.transforms.operators import Op, aten, facts, is_random, out_of_place, refuse_mutation
+from psgrad.engine.transforms.operators import Op, aten, facts, out_of_place, refuse_mutation
 from psgrad.engine.transforms.rules.registry import DerivativeRule, decompose, derivative_rule, is_composite, is_constant
 from psgrad.engine.transforms.rules.views import write_through
 from psgrad.errors import TransformError
@@ -79,7 +79,7 @@ class DerivativeLevel(Level):
 
     def lower(self, op: Op, values: Any, kwargs: Any) -> Any:
         """`op` one floor down, on what the tracers of this level stand for."""
-        return interpret(op, values, kwargs, below=self) if is_random(op, values, kwargs) else op(*values, **kwargs)
+        return interpret(op, values, kwargs, below=self)
 
     def owns(self, value: Any) -> bool:
         return isinstance(value, DerivativeTracer) and value.level is self

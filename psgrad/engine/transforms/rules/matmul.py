@@ -20,6 +20,11 @@ def rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
+def columns(x: torch.Tensor) -> torch.Tensor:
+    """[features, positions]: the transpose of `rows`."""
+    return x.unsqueeze(1) if x.dim() == 1 else rows(x).t()
+
+
 def h(x: torch.Tensor) -> torch.Tensor:
     """The conjugate transpose of the last two axes."""
     return conj(x.transpose(-2, -1))
@@ -29,7 +34,7 @@ def h(x: torch.Tensor) -> torch.Tensor:
 
 
 def _linear_weight(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda g: aten.mm.default(rows(g).t(), conj(rows(x)))
+    return lambda g: aten.mm.default(columns(g), conj(rows(x)))
 
 
 def _linear_bias(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -178,7 +183,8 @@ def _matmul_batch(batch: Any, op: Op, a: torch.Tensor, b: torch.Tensor) -> torch
     if not batch.is_mapped(a) and b.dim() == 2 and a.dim() == 2:
         return op(a, batch.physical(b))
     if batch.is_mapped(a) and batch.is_mapped(b) and a.dim() == 2 and b.dim() == 2:
-        return aten.bmm.default(batch.raw(a), batch.raw(b))
+        left, right = batch.raw(a), batch.raw(b)
+        return left * right if a.shape[1] == 1 and a.dtype == b.dtype else aten.bmm.default(left, right)  # one position: an outer product
     rank = max(a.dim(), b.dim())
     left = batch.aligned(a, rank) if batch.is_mapped(a) else a
     right = batch.aligned(b, rank) if batch.is_mapped(b) else b
