@@ -4,6 +4,24 @@ from psgrad.engine.transforms.differentiate import grad as grad
 from psgrad.engine.transforms.differentiate import grad_and_value as grad_and_value
 from psgrad.engine.transforms.differentiate import vjp as vjp
 from psgrad.engine.transforms.functional import functional_call as functional_call
+from psgrad.engine.transforms.functional import stack_module_state as stack_module_state
+from psgrad.engine.transforms.jacobians import hessian as hessian
+from psgrad.engine.transforms.jacobians import jacfwd as jacfwd
+from psgrad.engine.transforms.jacobians import jacrev as jacrev
+from psgrad.engine.transforms.pushforward import jvp as jvp
+from psgrad.engine.transforms.pushforward import linearize as linearize
 from psgrad.engine.transforms.vectorize import vmap as vmap
 
-__all__ = ["functional_call", "grad", "grad_and_value", "vjp", "vmap"]
+__all__ = [
+    "functional_call",
+    "grad",
+    "grad_and_value",
+    "hessian",
+    "jacfwd",
+    "jacrev",
+    "jvp",
+    "linearize",
+    "stack_module_state",
+    "vjp",
+    "vmap",
+]

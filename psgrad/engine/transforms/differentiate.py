@@ -41,7 +41,7 @@ def grad_and_value(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool
     """As `grad`, but returns (gradient, value), with `has_aux` (gradient, (value, aux))."""
 
     def gradient_and_value(*args: Any, **kwargs: Any) -> Any:
-        positions = _positions(argnums, len(args))
+        positions = positions_of(argnums, len(args))
         record = cotangents_and_value(func, positions, args, kwargs, has_aux)
         gradients = [_zeros_like(x) if g is None else g for g, x in zip(record.cotangents, record.primals, strict=True)]
         trees = _unflatten(gradients, record.specs)
@@ -75,11 +75,11 @@ def cotangents_and_value(
         traced, leaves, specs = _trace_arguments(level, args, positions)
         starts = [_Place.of(leaf) for leaf in leaves]
         primals = [leaf.value for leaf in leaves]
-        out, aux = _split_aux(func(*traced, **tree_map(lambda x: _constant(level, x), kwargs)), has_aux)
+        out, aux = split_aux(func(*traced, **tree_map(lambda x: _constant(level, x), kwargs)), has_aux)
         _check_value(out)
-        value = _lower(level, out)
+        value = lower(level, out)
         end = _Place.of(out) if level.owns(out) else None
-        aux = tree_map(lambda x: _lower(level, x), aux)
+        aux = tree_map(lambda x: lower(level, x), aux)
         # what only the function's last lines needed must not live on through the pass back
         del traced, leaves, out
     seeds = [(end, torch.ones((), dtype=value.dtype, device=value.device))] if end is not None else []
@@ -98,7 +98,7 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
         traced, leaves, specs = _trace_arguments(level, primals, tuple(range(len(primals))))
         starts = [_Place.of(leaf) for leaf in leaves]
         primals_flat = [leaf.value for leaf in leaves]
-        out, aux = _split_aux(func(*traced), has_aux)
+        out, aux = split_aux(func(*traced), has_aux)
         flat, out_spec = tree_flatten(out)
         for item in flat:
             if not isinstance(item, torch.Tensor):
@@ -107,9 +107,9 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
                     expected="tensors, in any pytree",
                     next_step="return tensors only",
                 )
-        values = [_lower(level, item) for item in flat]
+        values = [lower(level, item) for item in flat]
         ends = [_Place.of(item) if level.owns(item) else _Place(None, 0) for item in flat]
-        aux = tree_map(lambda x: _lower(level, x), aux)
+        aux = tree_map(lambda x: lower(level, x), aux)
 
     def vjp_fn(cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None) -> Any:
         given, spec = tree_flatten(cotangents)
@@ -156,7 +156,7 @@ def _unflatten(leaves: list[Any], specs: list[Any]) -> list[Any]:
     return trees
 
 
-def _positions(argnums: Argnums, count: int) -> tuple[int, ...]:
+def positions_of(argnums: Argnums, count: int) -> tuple[int, ...]:
     if not isinstance(argnums, (int, tuple)) or isinstance(argnums, bool):
         raise TransformError(f"argnums must be int or Tuple[int, ...], but is {argnums!r}")
     wanted = (argnums,) if isinstance(argnums, int) else argnums
@@ -200,14 +200,14 @@ def _constant(level: GradLevel, value: Any) -> Any:
     return level.constant(value) if isinstance(value, torch.Tensor) else value
 
 
-def _lower(level: GradLevel, value: Any) -> Any:
+def lower(level: GradLevel, value: Any) -> Any:
     if level.owns(value):
         level.refresh(value)
         return value.value
     return value
 
 
-def _split_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
+def split_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
     if not has_aux:
         return out, None
     if not (isinstance(out, tuple) and len(out) == 2):

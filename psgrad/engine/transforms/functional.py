@@ -1,4 +1,4 @@
-"""functional_call: a module as a pure function of its parameters and buffers."""
+"""functional_call: a module as a pure function of its parameters and buffers; stack_module_state: those of many modules as one."""
 
 from __future__ import annotations
 
@@ -45,6 +45,30 @@ def functional_call(
             )
     with swapped(slots_of(module, values), values):
         return module(*arguments, **(kwargs or {}))
+
+
+def stack_module_state(models: Sequence[nn.Module]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The parameters and the buffers of models of one class, each stacked along a new first axis: an ensemble for `vmap`.
+
+    Returns (name -> [models, *shape] parameters, the same for buffers), as torch.func's: new leaves that require a gradient where all of the
+    models' own do.
+    """
+    models = list(models)
+    if not models:
+        raise TransformError("stack_module_state: Expected at least one model, got 0.")
+    if any(model.training != models[0].training for model in models):
+        raise TransformError("stack_module_state: Expected all models to have the same training/eval mode.")
+    if any(type(model) is not type(models[0]) for model in models):
+        raise TransformError("stack_module_state: Expected all models to be of the same class.")
+    parameters = {name: _stacked([dict(m.named_parameters())[name] for m in models], name) for name, _ in models[0].named_parameters()}
+    buffers = {name: _stacked([dict(m.named_buffers())[name] for m in models], name) for name, _ in models[0].named_buffers()}
+    return parameters, buffers
+
+
+def _stacked(tensors: Sequence[torch.Tensor], name: str) -> torch.Tensor:
+    if any(t.requires_grad != tensors[0].requires_grad for t in tensors):
+        raise TransformError(f"stack_module_state: Expected {name} to have the same .requires_grad for all models")
+    return torch.stack([t.detach() for t in tensors]).requires_grad_(tensors[0].requires_grad)
 
 
 def _merged(dicts: Any) -> dict[str, torch.Tensor]:

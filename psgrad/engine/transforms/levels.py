@@ -131,15 +131,20 @@ class Level:
             exits.enter_context(_slow_paths)
             if not state.interpreting:
                 exits.enter_context(_Interpreter())
-            self.index = state.stack[-1].index + 1 if state.stack else 1
-            self.alive = True
-            state.stack.append(self)
-            exits.callback(self._leave)
+            exits.enter_context(self.active())
             yield self
 
-    def _leave(self) -> None:
-        self.alive = False
-        state.stack.remove(self)
+    @contextmanager
+    def active(self) -> Iterator[Level]:
+        """The level alone, on top of the stack: for what rules compute, which needs none of the above."""
+        self.index = state.stack[-1].index + 1 if state.stack else 1
+        self.alive = True
+        state.stack.append(self)
+        try:
+            yield self
+        finally:
+            self.alive = False
+            state.stack.remove(self)
 
 
 @contextmanager

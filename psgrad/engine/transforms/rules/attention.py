@@ -7,17 +7,15 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.transforms.levels import Tracer
-from psgrad.engine.transforms.rules.families import aten
-from psgrad.engine.transforms.rules.registry import JointVJP, Op, define
+from psgrad.engine.transforms.rules.families import aten, sum_to
+from psgrad.engine.transforms.rules.registry import JointVJP, Op, define, replace
+from psgrad.errors import UnsupportedOperatorError
 
 
 def _attention(level: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Under a gradient: as [batch, heads, t, d], the one layout that has fused kernels."""
     query, key, value = args[:3]
     rest, rank = list(args[3:]), max(query.dim(), key.dim(), value.dim())
-    if max(_gradients(t) for t in (query, key, value)) > 1:  # the fused kernels have no second derivative
-        return _by_matrix_products(query, key, value, *rest, **kwargs)
     if rank == 4 and query.dim() == key.dim() == value.dim():
         return aten.scaled_dot_product_attention.default.decompose(query, key, value, *rest, **kwargs)
     if rank > 4 or rank < 2:
@@ -35,15 +33,6 @@ def _to_rank_4(t: torch.Tensor) -> torch.Tensor:
     return t.reshape(*(1,) * (4 - t.dim()), *t.shape)
 
 
-def _gradients(value: Any) -> int:
-    """At how many reverse-mode levels a value is traced."""
-    count = 0
-    while isinstance(value, Tracer):
-        count += not value.carries_samples
-        value = value.below()
-    return count
-
-
 def _by_matrix_products(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -58,15 +47,23 @@ def _by_matrix_products(
     if enable_gqa:
         repeats = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
-    scores = torch.matmul(query, key.transpose(-2, -1)) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if is_causal:
-        attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
-    if attn_mask is not None:
-        scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-    weights = aten._safe_softmax.default(scores, -1)
+    weights = _weights(query, key, attn_mask, is_causal, scale)
     if dropout_p > 0:
         weights = torch.dropout(weights, dropout_p, True)
     return torch.matmul(weights, value)
+
+
+def _weights(query: torch.Tensor, key: torch.Tensor, mask: Any, is_causal: bool, scale: float | None) -> torch.Tensor:
+    scores = torch.matmul(query, key.transpose(-2, -1)) * _scale_of(query, scale)
+    if is_causal:
+        mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    return aten._safe_softmax.default(scores, -1)
+
+
+def _scale_of(query: torch.Tensor, scale: float | None) -> float:
+    return query.shape[-1] ** -0.5 if scale is None else scale
 
 
 def _attention_batch(
@@ -82,7 +79,7 @@ def _attention_batch(
 ) -> torch.Tensor:
     """Without a gradient: leading axes of one sample and the sample axis become the batch axis of one call."""
     rank = max(query.dim(), key.dim(), value.dim())
-    if rank > 4 or dropout_p > 0 or (batch.level.deferral is None and any(isinstance(batch.raw(t), Tracer) for t in (query, key, value))):
+    if rank > 4 or dropout_p > 0:
         return batch.physical(_by_matrix_products(query, key, value, attn_mask, dropout_p, is_causal, **kwargs))
     lifted = [_to_rank_4(t).expand(*_common(query, key, value), -1, -1) if rank < 4 else t for t in (query, key, value)]
     mask = _fold_mask(batch, attn_mask, query)
@@ -144,6 +141,53 @@ def _mask_keyword(batch: Any, op: Op, *args: Any, attn_mask: Any = None, **kwarg
 
 define(aten._scaled_dot_product_flash_attention_for_cpu.default, vjp=JointVJP(_cpu_back), batch=_mask_keyword)
 define(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, batch=_mask_keyword)
+
+# The backward kernels have no derivative of their own: where one is asked for, they are written with matrix products.
+
+
+def _back_by_matrix_products(
+    g: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Any,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The cotangents of query, key, value and of the scores. Fewer heads of keys than of queries: each stands for a group of them."""
+    if dropout_p > 0:
+        raise UnsupportedOperatorError(
+            "a second derivative of a fused attention kernel with dropout",
+            cause="the kernel keeps its dropout mask to itself",
+            next_step="use torch.nn.attention.sdpa_kernel(SDPBackend.MATH) around the model, or dropout_p=0",
+        )
+    group = query.shape[-3] // key.shape[-3]
+    wide_key, wide_value = (x.repeat_interleave(group, -3) if group > 1 else x for x in (key, value))
+    weights = _weights(query, wide_key, mask, is_causal, scale)
+    toward = torch.matmul(g, wide_value.transpose(-2, -1))
+    scores = weights * (toward - (toward * weights).sum(-1, keepdim=True))
+    found = (scores @ wide_key * _scale_of(query, scale), scores.transpose(-2, -1) @ query * _scale_of(query, scale))
+    backs = (found[1], weights.transpose(-2, -1) @ g)
+    to_key, to_value = (x.unflatten(-3, (-1, group)).sum(-3) if group > 1 else x for x in backs)
+    return found[0], to_key, to_value, scores
+
+
+@replace(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+def _cpu_backward(
+    g: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    out: Any,
+    logsumexp: Any,
+    dropout_p: float,
+    causal: bool,
+    *,
+    attn_mask: Any = None,
+    scale: Any = None,
+) -> Any:
+    return _back_by_matrix_products(g, query, key, value, attn_mask, dropout_p, causal, scale)[:3]
 
 
 def _cuda_flash_back(
@@ -219,6 +263,35 @@ def _fold_leading(kept: frozenset[int] = frozenset()) -> Any:
 
 define(aten._scaled_dot_product_flash_attention.default, vjp=JointVJP(_cuda_flash_back), batch=_fold_leading())
 define(aten._scaled_dot_product_flash_attention_backward.default, batch=_fold_leading(frozenset({6, 7, 12, 13})))
+
+
+@replace(aten._scaled_dot_product_flash_attention_backward.default)
+def _cuda_flash_backward(g: Any, query: Any, key: Any, value: Any, out: Any, logsumexp: Any, *rest: Any, scale: Any = None) -> Any:
+    dropout_p, causal = rest[4:6]  # behind the tables of sequences
+    return _back_by_matrix_products(g, query, key, value, None, dropout_p, causal, scale)[:3]
+
+
+@replace(aten._scaled_dot_product_efficient_attention_backward.default)
+def _cuda_efficient_backward(
+    g: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any,
+    out: Any,
+    logsumexp: Any,
+    seed: Any,
+    offset: Any,
+    dropout_p: float,
+    wanted: Sequence[bool],
+    causal: bool = False,
+    *,
+    scale: Any = None,
+) -> Any:
+    *found, scores = _back_by_matrix_products(g, query, key, value, bias, dropout_p, causal, scale)
+    return *found, sum_to(scores, bias.shape, bias.dtype) if bias is not None else None
+
+
 define(
     aten._scaled_dot_product_efficient_attention.default,
     vjp=JointVJP(_cuda_efficient_back),

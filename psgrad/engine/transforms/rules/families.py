@@ -46,6 +46,21 @@ def broadcasting(make: Maker, position: int) -> Maker:
     return maker
 
 
+def stretching(make: Maker, position: int) -> Maker:
+    """The JVP of an elementwise operator: its Jacobian is diagonal, so the closure of its VJP pushes a real tangent forward as well.
+
+    For complex values it is no maker: there the closure is the conjugate of what is wanted, if the operator is holomorphic at all.
+    """
+
+    def maker(out: torch.Tensor, *args: Any, **kwargs: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        if out.dtype.is_complex or args[position].dtype.is_complex:
+            return None
+        shape, dtype, closure = out.shape, out.dtype, make(out, *args, **kwargs)
+        return lambda t: closure(cast(t if t.shape == shape else t.expand(shape), dtype))
+
+    return maker
+
+
 def elementwise_batch(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
     """An elementwise operator is its own batching; operands of lower rank get unit axes behind the sample axis."""
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
@@ -84,8 +99,10 @@ def elementwise(*ops: Op, **derivatives: Maker) -> None:
 
     The Jacobian is diagonal, so the closure that pulls a cotangent back also pushes a tangent forward.
     """
-    vjp = {int(name[1:]): broadcasting(make, int(name[1:])) for name, make in derivatives.items()}
-    define(*ops, vjp=vjp or None, batch=elementwise_batch)
+    diagonal = {int(name[1:]): make for name, make in derivatives.items()}
+    vjp = {position: broadcasting(make, position) for position, make in diagonal.items()}
+    jvp = {position: stretching(make, position) for position, make in diagonal.items()}
+    define(*ops, vjp=vjp or None, jvp=jvp, batch=elementwise_batch)
 
 
 def wrap_dim(dim: int, rank: int) -> int:

@@ -103,7 +103,7 @@ def _layer_norm_backward_batch(
     cotangent = batch.physical(g)
     if batch.is_mapped(weight):
         cotangent, weight = cotangent * batch.aligned(weight, g.dim()), None
-    physical = [batch.physical(t) for t in (mean, rstd)]
+    physical = [batch.physical(t).contiguous() for t in (mean, rstd)]  # the kernel reads them as if they lay in order
     return op(cotangent, batch.physical(x), shape, *physical, weight, None if batch.is_mapped(bias) else bias, mask)
 
 

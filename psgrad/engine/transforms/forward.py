@@ -1,0 +1,140 @@
+"""Forward mode: a level whose tracers carry a tangent beside their value.
+
+An operator's tangent comes from its own JVP where the table has one: elementwise operators have a diagonal Jacobian, linear ones
+are applied to the tangent. For all others it is the transpose of the VJP: the closure from cotangents to cotangents is linear,
+so its own VJP, taken at any point, takes tangents to tangents (https://j-towns.github.io/2017/06/12/A-new-trick.html).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from psgrad.engine.transforms.derivatives import DerivativeLevel, DerivativeTracer, Position
+from psgrad.engine.transforms.operators import Op, aten
+from psgrad.engine.transforms.record import pull_back
+from psgrad.engine.transforms.reverse import GradLevel
+from psgrad.engine.transforms.rules.registry import DerivativeRule, JointVJP
+
+
+class ForwardTracer(DerivativeTracer):
+    """A value and its tangent, of the same shape and dtype; None stands for a zero tangent."""
+
+    level: ForwardLevel
+    tangent: torch.Tensor | None
+
+    @staticmethod
+    def __new__(cls, value: torch.Tensor, level: ForwardLevel, tangent: torch.Tensor | None = None) -> ForwardTracer:
+        tracer = cls.hold(value, level)
+        tracer.tangent = tangent
+        return tracer
+
+    @property
+    def varies(self) -> bool:
+        return self.tangent is not None
+
+    def become(self, other: ForwardTracer) -> None:
+        self.value, self.tangent = other.value, other.tangent
+
+
+class ForwardLevel(DerivativeLevel):
+    """Forward-mode differentiation along the tangents that its tracers were made with."""
+
+    def dual(self, value: torch.Tensor, tangent: torch.Tensor | None) -> ForwardTracer:
+        return ForwardTracer(value, self, tangent)
+
+    def constant(self, value: torch.Tensor) -> ForwardTracer:
+        return ForwardTracer(value, self)
+
+    def is_on(self) -> bool:
+        return True  # no_grad speaks of reverse mode
+
+    def apply(self, rule: DerivativeRule, op: Op, args: Any, kwargs: Any, inputs: list[tuple[Position, Any]]) -> Any:
+        result = self.lower(op, args, kwargs)
+        inputs = [(position, x) for position, x in inputs if x.dtype.is_floating_point or x.dtype.is_complex]
+        if not isinstance(result, (tuple, list)):
+            return ForwardTracer(result, self, self._tangents([result], rule, op, result, args, kwargs, inputs)[0])
+        tangents = self._tangents(result, rule, op, result, args, kwargs, inputs)
+        tracers = [
+            ForwardTracer(item, self, tangent) if isinstance(item, torch.Tensor) else item
+            for item, tangent in zip(result, tangents, strict=True)
+        ]
+        return tracers if isinstance(result, list) else tuple(tracers)
+
+    def _tangents(self, results: Any, rule: DerivativeRule, op: Op, out: Any, args: Any, kwargs: Any, inputs: Any) -> list[Any]:
+        """The tangents of an operator's results: the sum of what each input adds."""
+        total: list[Any] = [None] * len(results)
+        rest: dict[Position, torch.Tensor] = {}
+        moved: dict[int, dict[int | None, torch.Tensor]] = {}  # argument -> item of it (None: the argument itself) -> tangent
+        for position, tracer in inputs:
+            argument, item = (position, None) if isinstance(position, int) else position
+            if argument in rule.linear:
+                moved.setdefault(argument, {})[item] = tracer.tangent
+                continue
+            make = rule.jvp.get(argument) if item is None else None
+            push = make(out, *args, **kwargs) if make is not None else None
+            if push is None:
+                rest[position] = tracer.tangent
+            else:
+                _accumulate(total, push(tracer.tangent))
+        for argument, tangents in moved.items():
+            _accumulate(total, op(*_with_tangents(args, argument, tangents), **kwargs))
+        if rest:
+            _accumulate(total, transposed_vjp(rule, out, args, kwargs, rest))
+        return total
+
+    def with_derivative_of(self, new: Any, old: Any) -> Any:
+        return new  # never asked for: is_on
+
+
+def _accumulate(total: list[Any], contribution: Any) -> None:
+    for place, tangent in enumerate(contribution if isinstance(contribution, (tuple, list)) else [contribution]):
+        if tangent is not None:
+            total[place] = tangent if total[place] is None else aten.add.Tensor(total[place], tangent)
+
+
+def _with_tangents(args: tuple[Any, ...], argument: int, tangents: dict[int | None, torch.Tensor]) -> tuple[Any, ...]:
+    """An operator's arguments, one of them with its tangent in its place (zeros for the items of a list that have none)."""
+    given = args[argument]
+    if isinstance(given, torch.Tensor):
+        replaced: Any = tangents[None]
+    else:
+        replaced = [tangents[i] if i in tangents else torch.zeros_like(item) for i, item in enumerate(given)]
+    return (*args[:argument], replaced, *args[argument + 1 :])
+
+
+def transposed_vjp(rule: DerivativeRule, out: Any, args: Any, kwargs: Any, tangents: dict[Position, torch.Tensor]) -> Any:
+    """The tangent(s) of an operator's result(s), as the transpose of its VJP."""
+    several = isinstance(out, (tuple, list))
+
+    def backwards(leaves: list[Any]) -> list[torch.Tensor | None]:
+        arrived = leaves if several else leaves[0]
+        if isinstance(rule.vjp, JointVJP):
+            found = rule.vjp.make(out, *args, **kwargs)(arrived, list(tangents))
+            return [found.get(position) for position in tangents]
+        closures = [rule.closure(position, out, args, kwargs) for position in tangents]
+        return [closure(arrived) if closure is not None else None for closure in closures]
+
+    found = transpose(backwards, list(out) if several else [out], list(tangents.values()))
+    return found if several else found[0]
+
+
+def transpose(linear: Callable[[list[Any]], list[torch.Tensor | None]], inputs: list[Any], cotangents: list[torch.Tensor]) -> list[Any]:
+    """The transpose of a linear function of tensors shaped like `inputs`, applied to `cotangents`. None stands for zero.
+
+    `linear` is told None for inputs that have no derivative (integers, what is no tensor).
+    """
+    level = GradLevel()
+    with level.active(), torch.set_grad_enabled(True):
+        leaves = [
+            level.leaf(torch.zeros(x.shape, dtype=x.dtype, device=x.device))
+            if isinstance(x, torch.Tensor) and (x.dtype.is_floating_point or x.dtype.is_complex)
+            else None
+            for x in inputs
+        ]
+        nodes = [leaf.node if leaf is not None else None for leaf in leaves]
+        results = linear(list(leaves))
+        seeds = [(result, t) for result, t in zip(results, cotangents, strict=True) if result is not None and level.owns(result)]
+    return pull_back(seeds, nodes, keep=False)

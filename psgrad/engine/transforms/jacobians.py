@@ -1,0 +1,171 @@
+"""jacrev, jacfwd and hessian, with the arguments, results and semantics of their namesakes in torch.func."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from psgrad.engine.transforms.differentiate import Argnums, positions_of, split_aux, vjp
+from psgrad.engine.transforms.pushforward import jvp
+from psgrad.engine.transforms.vectorize import vmap
+from psgrad.errors import TransformError
+
+
+def jacrev(
+    func: Callable[..., Any],
+    argnums: Argnums = 0,
+    *,
+    has_aux: bool = False,
+    chunk_size: int | None = None,
+    _preallocate_and_copy: bool = False,
+) -> Callable[..., Any]:
+    """The Jacobian of `func` by reverse mode: one pass back for all elements of the output at once.
+
+    Args:
+        func: returns a pytree of real tensors (with `has_aux`, a pair of it and anything).
+        argnums: the positional argument(s) to differentiate; each a pytree of real floating-point tensors.
+        chunk_size: at most so many elements of the output at a time; 1 goes one by one, without vmap.
+
+    Returns a function of the same arguments. Its result has the structure of the output, and in the place of each tensor the structure of
+    the argument (a tuple of such for a tuple of argnums), of tensors of shape [*output, *argument]; with `has_aux` the pair (Jacobian, aux).
+    """
+    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size <= 0):
+        raise TransformError(f"jacrev: `chunk_size` should be greater than 0. (got {chunk_size})")
+
+    def jacobian(*args: Any, **kwargs: Any) -> Any:
+        function, primals = _of_positions(func, argnums, args, kwargs)
+        value, vjp_fn, aux = vjp(lambda *xs: _with_aux(function(*xs), has_aux), *primals, has_aux=True)
+        outputs, out_spec = _real_leaves(value, "jacrev", "output")
+        inputs, in_spec = _real_leaves(primals, "jacrev", "input")
+
+        def rows(*basis: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return tuple(tree_flatten(vjp_fn(tree_unflatten(list(basis), out_spec)))[0])
+
+        blocks = _over_basis(rows, outputs, chunk_size)  # one an input: [elements of all outputs, *input]
+        trees = []
+        for number, y in enumerate(outputs):
+            start = sum(other.numel() for other in outputs[:number])
+            parts = [block.narrow(0, start, y.numel()).reshape(*y.shape, *x.shape) for block, x in zip(blocks, inputs, strict=True)]
+            trees.append(_tree_of(parts, in_spec, argnums))
+        result = tree_unflatten(trees, out_spec)
+        return (result, aux) if has_aux else result
+
+    return jacobian
+
+
+def jacfwd(
+    func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False, *, randomness: str = "error", chunk_size: int | None = None
+) -> Callable[..., Any]:
+    """The Jacobian of `func` by forward mode: one pass forward for all elements of the arguments at once.
+
+    As `jacrev`, which is the cheaper one where the output has fewer elements than the arguments. `randomness` is vmap's; `chunk_size` limits
+    how many elements of the arguments go at a time.
+    """
+
+    def jacobian(*args: Any, **kwargs: Any) -> Any:
+        function, primals = _of_positions(func, argnums, args, kwargs)
+        inputs, in_spec = _real_leaves(primals, "jacfwd", "input")
+        seen: dict[str, Any] = {}
+
+        def column(*basis: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], Any]:
+            along = tree_unflatten(list(basis), in_spec)
+            value, tangent, aux = jvp(lambda *xs: _with_aux(function(*xs), has_aux), primals, along, has_aux=True)
+            outputs, seen["spec"] = _real_leaves(value, "jacfwd", "output")
+            seen["shapes"] = [y.shape for y in outputs]
+            leaves, seen["aux"] = tree_flatten(aux)
+            seen["tensor"] = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+            seen["other"] = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+            return tuple(tree_flatten(tangent)[0]), tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+        blocks, aux_tensors = _over_basis(column, inputs, chunk_size, out_dims=(-1, None), randomness=randomness)
+        trees = []
+        for block, shape in zip(blocks, seen["shapes"], strict=True):  # [*output, elements of all inputs]
+            parts, start = [], 0
+            for x in inputs:
+                parts.append(block.narrow(-1, start, x.numel()).reshape(*shape, *x.shape))
+                start += x.numel()
+            trees.append(_tree_of(parts, in_spec, argnums))
+        result = tree_unflatten(trees, seen["spec"])
+        if not has_aux:
+            return result
+        tensors, others = iter(aux_tensors), iter(seen["other"])
+        return result, tree_unflatten([next(tensors) if is_tensor else next(others) for is_tensor in seen["tensor"]], seen["aux"])
+
+    return jacobian
+
+
+def hessian(func: Callable[..., Any], argnums: Argnums = 0) -> Callable[..., Any]:
+    """The matrix of second derivatives of a real function: jacfwd of jacrev. Its structure is that of a Jacobian's Jacobian."""
+    return jacfwd(jacrev(func, argnums), argnums)
+
+
+def _of_positions(
+    func: Callable[..., Any], argnums: Argnums, args: tuple[Any, ...], kwargs: Any
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """`func` as a function of the differentiated arguments alone, and these."""
+    positions = positions_of(argnums, len(args))
+
+    def function(*chosen: Any) -> Any:
+        full = list(args)
+        for position, argument in zip(positions, chosen, strict=True):
+            full[position] = argument
+        return func(*full, **kwargs)
+
+    return function, tuple(args[position] for position in positions)
+
+
+def _with_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
+    return split_aux(out, has_aux)
+
+
+def _tree_of(parts: list[torch.Tensor], spec: Any, argnums: Argnums) -> Any:
+    tree = tree_unflatten(parts, spec)
+    return tree[0] if isinstance(argnums, int) else tree
+
+
+def _real_leaves(tree: Any, name: str, what: str) -> tuple[list[torch.Tensor], Any]:
+    flat, spec = tree_flatten(tree)
+    for item in flat:
+        if not isinstance(item, torch.Tensor):
+            raise TransformError(f"{name}: Expected all {what}s to be Tensors, got {what} of type {type(item).__name__}")
+        if not item.dtype.is_floating_point:
+            raise TransformError(
+                f"{name}: an {what} of dtype {item.dtype}",
+                expected=f"real floating-point {what}s",
+                next_step="use torch.view_as_real on complex values, or vjp and jvp, which take them",
+            )
+    if not flat:
+        raise TransformError(f"{name}: Expected at least one {what} that is a Tensor")
+    return flat, spec
+
+
+def _over_basis(function: Callable[..., Any], tensors: list[torch.Tensor], chunk_size: int | None, **options: Any) -> Any:
+    """`function`, mapped over the unit vectors of all `tensors` taken together."""
+    sizes = [x.numel() for x in tensors]
+    total = sum(sizes)
+
+    def basis(start: int, count: int) -> list[torch.Tensor]:
+        """[count, *shape] a tensor: unit vectors number start, start + 1, ..."""
+        units, offset = [], 0
+        for x, size in zip(tensors, sizes, strict=True):
+            place, row = torch.arange(size, device=x.device), torch.arange(start - offset, start - offset + count, device=x.device)
+            units.append((row.unsqueeze(1) == place).to(x.dtype).reshape(count, *x.shape))
+            offset += size
+        return units
+
+    if chunk_size == 1 and not options:
+        singles = [function(*[unit[0] for unit in basis(i, 1)]) for i in range(total)]
+        return tuple(torch.stack(column) for column in zip(*singles, strict=True))
+    if chunk_size is None or chunk_size >= total:
+        return vmap(function, **options)(*basis(0, total))
+    parts = [vmap(function, **options)(*basis(start, min(chunk_size, total - start))) for start in range(0, total, chunk_size)]
+    return _joined(parts, options)
+
+
+def _joined(parts: list[Any], options: dict[str, Any]) -> Any:
+    if not options:
+        return tuple(torch.cat(column) for column in zip(*parts, strict=True))
+    return tuple(torch.cat(column, -1) for column in zip(*[part[0] for part in parts], strict=True)), parts[0][1]

@@ -1,0 +1,111 @@
+"""jvp and linearize, with the arguments, results and semantics of their namesakes in torch.func."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from psgrad.engine.transforms.differentiate import lower, split_aux, vjp
+from psgrad.engine.transforms.forward import ForwardLevel
+from psgrad.errors import TransformError
+
+
+def jvp(func: Callable[..., Any], primals: Any, tangents: Any, *, strict: bool = False, has_aux: bool = False) -> Any:
+    """The value of `func(*primals)` and its derivative along `tangents`: Jacobian times vector, in one pass forward.
+
+    Args:
+        func: a function of pytrees of floating-point tensors that returns a pytree of tensors (with `has_aux`, a pair of it and
+            anything).
+        primals: a tuple, the arguments.
+        tangents: a tuple of the same structure, shapes and dtypes.
+        strict: whether an output that does not depend on the primals is an error; its tangent is zero otherwise.
+
+    Returns (value, tangent of the value), with `has_aux` (value, tangent, aux). `torch.no_grad()` inside `func` is no obstacle.
+    """
+    values, spec = _flat_tensors(primals, "primals")
+    along, along_spec = _flat_tensors(tangents, "tangents")
+    if spec != along_spec:
+        raise TransformError(
+            f"jvp(f, primals, tangents): Expected primals and tangents to have the same python structure: {spec} != {along_spec}"
+        )
+    for x, t in zip(values, along, strict=True):
+        if x.shape != t.shape or x.dtype != t.dtype:
+            raise TransformError(
+                f"jvp(f, primals, tangents): a tangent of shape {tuple(t.shape)} and dtype {t.dtype} "
+                f"for a primal of shape {tuple(x.shape)} and dtype {x.dtype}",
+                expected="tangents shaped like the primals",
+            )
+    level = ForwardLevel()
+    with level.body():
+        traced = tree_unflatten([level.dual(x, t) for x, t in zip(values, along, strict=True)], spec)
+        out, aux = split_aux(func(*traced), has_aux)
+        flat, out_spec = tree_flatten(out)
+        pairs = [_value_and_tangent(level, item, strict) for item in flat]
+        aux = tree_map(lambda x: lower(level, x), aux)
+    value, tangent = (tree_unflatten([pair[i] for pair in pairs], out_spec) for i in (0, 1))
+    return (value, tangent, aux) if has_aux else (value, tangent)
+
+
+def linearize(func: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..., Any]]:
+    """The value of `func(*primals)` and the linear function that takes tangents of the primals to the value's tangent.
+
+    `func` runs once, and its derivative is recorded once: each call of the second result runs linear operators only. For a single
+    tangent `jvp` is cheaper.
+    """
+    value, vjp_fn = vjp(func, *primals)
+    _, jvp_fn = vjp(lambda cotangents: vjp_fn(cotangents), tree_map(torch.zeros_like, value))
+    _, spec = tree_flatten(primals)
+
+    def linear(*tangents: Any) -> Any:
+        along, along_spec = tree_flatten(tangents)
+        if along_spec != spec:
+            raise TransformError(f"linearize: Expected tangents to have the structure of the primals: {along_spec} != {spec}")
+        for x, t in zip(tree_flatten(primals)[0], along, strict=True):
+            if x.shape != t.shape or x.dtype != t.dtype:
+                raise TransformError(
+                    f"linearize: a tangent of shape {tuple(t.shape)} and dtype {t.dtype} "
+                    f"for a primal of shape {tuple(x.shape)} and dtype {x.dtype}",
+                    expected="tangents shaped like the primals",
+                )
+        return jvp_fn(tangents)[0]
+
+    return value, linear
+
+
+def _flat_tensors(tree: Any, name: str) -> tuple[list[torch.Tensor], Any]:
+    if not isinstance(tree, tuple):
+        raise TransformError(f"jvp(f, primals, tangents): Expected {name} to be a tuple. E.g. it should be valid to call f(*{name}).")
+    flat, spec = tree_flatten(tree)
+    if not flat:
+        raise TransformError(f"jvp(f, primals, tangents): Expected {name} to contain at least one Tensor")
+    for item in flat:
+        if not isinstance(item, torch.Tensor) or not (item.dtype.is_floating_point or item.dtype.is_complex):
+            what = f"a tensor of dtype {item.dtype}" if isinstance(item, torch.Tensor) else f"a {type(item).__name__}"
+            raise TransformError(
+                f"jvp(f, primals, tangents): {name} hold {what}",
+                expected="floating-point tensors, in any pytree",
+                next_step="close over the others: jvp(lambda x: f(x, other), (x,), (t,))",
+            )
+    return flat, spec
+
+
+def _value_and_tangent(level: ForwardLevel, item: Any, strict: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    if not isinstance(item, torch.Tensor):
+        raise TransformError(
+            f"jvp(f, primals, tangents): f returned a {type(item).__name__}",
+            expected="tensors, in any pytree",
+            next_step="return other results as aux, with has_aux=True",
+        )
+    value = lower(level, item)
+    tangent = item.tangent if level.owns(item) else None
+    if tangent is None:
+        if strict:
+            raise TransformError(
+                "jvp(f, primals, tangents, strict=True): an output of f does not depend on the primals",
+                next_step="leave out strict=True to get a zero tangent for it",
+            )
+        tangent = torch.zeros_like(value)
+    return value, tangent
