@@ -76,11 +76,13 @@ def _linear_of_vector_weight(x: torch.Tensor, weight: torch.Tensor, bias: Any = 
 define(
     aten.mm.default,
     vjp={0: lambda out, a, b: lambda g: aten.mm.default(g, h(b)), 1: lambda out, a, b: lambda g: aten.mm.default(h(a), g)},
+    linear=(0, 1),
     batch=lambda batch, op, a, b: _matmul_batch(batch, aten.matmul.default, a, b),
 )
 define(
     aten.bmm.default,
     vjp={0: lambda out, a, b: lambda g: aten.bmm.default(g, h(b)), 1: lambda out, a, b: lambda g: aten.bmm.default(h(a), g)},
+    linear=(0, 1),
     batch=lambda batch, op, a, b: batch.unfold(op(batch.fold(a), batch.fold(b))),
 )
 define(
@@ -89,11 +91,13 @@ define(
         0: lambda out, a, x: lambda g: aten.mm.default(g.unsqueeze(1), conj(x).unsqueeze(0)),
         1: lambda out, a, x: lambda g: aten.mv.default(h(a), g),
     },
+    linear=(0, 1),
     batch=lambda batch, op, a, x: _matmul_batch(batch, aten.matmul.default, a, x),
 )
 define(
     aten.dot.default,
     vjp={0: lambda out, x, y: lambda g: g * conj(y), 1: lambda out, x, y: lambda g: g * conj(x)},
+    linear=(0, 1),
     batch=lambda batch, op, x, y: (batch.raw(x) * batch.raw(y)).sum(-1),
 )
 define(
@@ -191,4 +195,4 @@ def _matmul_batch(batch: Any, op: Op, a: torch.Tensor, b: torch.Tensor) -> torch
     return op(left, right)
 
 
-define(aten.matmul.default, vjp={0: _matmul_left, 1: _matmul_right}, batch=_matmul_batch, instead=_vector_matmul)
+define(aten.matmul.default, vjp={0: _matmul_left, 1: _matmul_right}, linear=(0, 1), batch=_matmul_batch, instead=_vector_matmul)

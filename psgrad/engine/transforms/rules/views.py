@@ -28,22 +28,31 @@ def _view_batch(batch: Any, op: Op, x: torch.Tensor, size: Sequence[int]) -> tor
     return op(physical, [physical.shape[0], *size])
 
 
-define(aten.view.default, vjp={0: _back_to_shape}, batch=_view_batch)
+def _along_shape(out: torch.Tensor, *args: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A tangent need not lie in memory as its value does."""
+    shape = out.shape
+    return lambda t: t.reshape(shape)
+
+
+define(aten.view.default, vjp={0: _back_to_shape}, jvp={0: _along_shape}, batch=_view_batch)
 # Of a value that nobody else holds: a sample axis may have led the kernel that made it to a layout without a view.
 define(
     aten._unsafe_view.default,
     vjp={0: _back_to_shape},
+    jvp={0: _along_shape},
     batch=lambda batch, op, x, size: _view_batch(batch, aten.reshape.default, x, size),
 )
 define(
     aten._reshape_alias.default,
     vjp={0: _back_to_shape},
+    jvp={0: _along_shape},
     batch=lambda batch, op, x, size, stride: _view_batch(batch, aten.reshape.default, x, size),
 )
-define(aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default, vjp={0: _back_to_shape})
+define(aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default, vjp={0: _back_to_shape}, linear=(0,))
 define(
     aten.squeeze.default,
     vjp={0: _back_to_shape},
+    linear=(0,),
     batch=lambda batch, op, x: _view_batch(batch, aten.view.default, x, [s for s in x.shape if s != 1]),
 )
 
@@ -60,6 +69,7 @@ define(
     aten.lift_fresh.default,
     aten.lift.default,
     vjp={0: lambda out, x: lambda g: g},
+    linear=(0,),
     batch=leading,
 )
 define(aten.detach.default, vjp={}, batch=leading)
@@ -75,7 +85,7 @@ def _expand_batch(batch: Any, op: Op, x: torch.Tensor, size: Sequence[int], impl
     return op(physical, [physical.shape[0], *(s if s != -1 else x.shape[i - len(size) + x.dim()] for i, s in enumerate(size))])
 
 
-define(aten.expand.default, vjp={0: _sum_back}, batch=_expand_batch)
+define(aten.expand.default, vjp={0: _sum_back}, linear=(0,), batch=_expand_batch)
 
 
 def _repeat_back(out: torch.Tensor, x: torch.Tensor, repeats: Sequence[int]) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -92,6 +102,7 @@ def _repeat_back(out: torch.Tensor, x: torch.Tensor, repeats: Sequence[int]) -> 
 define(
     aten.repeat.default,
     vjp={0: _repeat_back},
+    linear=(0,),
     batch=lambda batch, op, x, repeats: op(batch.aligned(x, len(repeats)), [1, *repeats]),
 )
 
@@ -100,11 +111,13 @@ define(
 define(
     aten.t.default,
     vjp={0: lambda out, x: lambda g: aten.t.default(g)},
+    linear=(0,),
     batch=lambda batch, op, x: batch.physical(x).transpose(1, 2) if x.dim() == 2 else batch.physical(x),
 )
 define(
     aten.transpose.int,
     vjp={0: lambda out, x, d0, d1: lambda g: aten.transpose.int(g, d0, d1)},
+    linear=(0,),
     batch=lambda batch, op, x, d0, d1: (
         op(batch.physical(x), wrap_dim(d0, x.dim()) + 1, wrap_dim(d1, x.dim()) + 1) if x.dim() else batch.physical(x)
     ),
@@ -126,9 +139,10 @@ def inverse_permutation(dims: Sequence[int]) -> list[int]:
 define(
     aten.permute.default,
     vjp={0: _permute_back},
+    linear=(0,),
     batch=lambda batch, op, x, dims: op(batch.physical(x), [0, *(wrap_dim(d, x.dim()) + 1 for d in dims)]),
 )
-define(aten.flip.default, vjp={0: lambda out, x, dims: lambda g: aten.flip.default(g, dims)}, batch=shifted(1))
+define(aten.flip.default, vjp={0: lambda out, x, dims: lambda g: aten.flip.default(g, dims)}, linear=(0,), batch=shifted(1))
 
 
 def _roll_batch(batch: Any, op: Op, x: torch.Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> torch.Tensor:
@@ -141,6 +155,7 @@ def _roll_batch(batch: Any, op: Op, x: torch.Tensor, shifts: Sequence[int], dims
 define(
     aten.roll.default,
     vjp={0: lambda out, x, shifts, dims=(): lambda g: aten.roll.default(g, [-s for s in shifts], dims)},
+    linear=(0,),
     batch=_roll_batch,
 )
 
@@ -155,6 +170,7 @@ def _shape_of(make: Callable[..., Any]) -> Callable[..., Any]:
 define(
     aten.select.int,
     vjp={0: _shape_of(lambda shape, dim, index: lambda g: aten.select_backward.default(g, shape, dim, index))},
+    linear=(0,),
     batch=shifted(1),
 )
 define(
@@ -166,6 +182,7 @@ define(
             )
         )
     },
+    linear=(0,),
     batch=shifted(1, defaults={1: 0}),
 )
 
@@ -178,11 +195,13 @@ def _slice_bounds(size: int, start: int | None, end: int | None) -> tuple[int, i
 define(
     aten.select_backward.default,
     vjp={0: lambda out, g, shape, dim, index: lambda h: aten.select.int(h, dim, index)},
+    linear=(0,),
     batch=lambda batch, op, g, shape, dim, index: op(batch.physical(g), [batch.size, *shape], wrap_dim(dim, len(shape)) + 1, index),
 )
 define(
     aten.slice_backward.default,
     vjp={0: lambda out, g, shape, dim, start, end, step: lambda h: aten.slice.Tensor(h, dim, start, end, step)},
+    linear=(0,),
     batch=lambda batch, op, g, shape, dim, start, end, step: op(
         batch.physical(g), [batch.size, *shape], wrap_dim(dim, len(shape)) + 1, start, end, step
     ),
@@ -190,11 +209,13 @@ define(
 define(
     aten.diagonal.default,
     vjp={0: _shape_of(lambda shape, offset=0, dim1=0, dim2=1: lambda g: aten.diagonal_backward.default(g, shape, offset, dim1, dim2))},
+    linear=(0,),
     batch=shifted(2, 3, defaults={2: 0, 3: 1}),
 )
 define(
     aten.diagonal_backward.default,
     vjp={0: lambda out, g, shape, offset, dim1, dim2: lambda h: aten.diagonal.default(h, offset, dim1, dim2)},
+    linear=(0,),
     batch=lambda batch, op, g, shape, offset, dim1, dim2: op(
         batch.physical(g), [batch.size, *shape], offset, wrap_dim(dim1, len(shape)) + 1, wrap_dim(dim2, len(shape)) + 1
     ),
@@ -204,6 +225,7 @@ define(
 define(
     aten.unfold.default,
     vjp={0: _shape_of(lambda shape, dim, size, step: lambda g: aten.unfold_backward.default(g, shape, dim, size, step))},
+    linear=(0,),
     batch=lambda batch, op, x, dim, size, step: (
         op(batch.physical(x), wrap_dim(dim, x.dim()) + 1, size, step)
         if x.dim()
@@ -213,6 +235,7 @@ define(
 define(
     aten.unfold_backward.default,
     vjp={0: lambda out, g, shape, dim, size, step: lambda h: aten.unfold.default(h, dim, size, step)},
+    linear=(0,),
     batch=lambda batch, op, g, shape, dim, size, step: (
         op(batch.physical(g), [batch.size, *shape], wrap_dim(dim, len(shape)) + 1, size, step) if len(shape) else batch.physical(g).sum(1)
     ),
@@ -268,6 +291,7 @@ define(
     aten.unsafe_split.Tensor,
     aten.unsafe_split_with_sizes.default,
     vjp={0: _split_back},
+    linear=(0,),
     batch=shifted(2, defaults={2: 0}),
 )
 
@@ -277,7 +301,7 @@ def _unbind_back(out: Sequence[torch.Tensor], x: torch.Tensor, dim: int = 0) -> 
     return lambda gs: aten.stack.default([g if g is not None else torch.zeros(shape, dtype=dtype, device=device) for g in gs], dim)
 
 
-define(aten.unbind.int, vjp={0: _unbind_back}, batch=shifted(1, defaults={1: 0}))
+define(aten.unbind.int, vjp={0: _unbind_back}, linear=(0,), batch=shifted(1, defaults={1: 0}))
 
 # -- joining ------------------------------------------------------------------------------------------------------------------------
 
@@ -311,10 +335,11 @@ def _stack_back(
     return lambda place: lambda g: aten.select.int(g, dim, place).to(dtypes[place])
 
 
-define(aten.cat.default, vjp={0: _cat_back}, batch=_cat_batch)
+define(aten.cat.default, vjp={0: _cat_back}, linear=(0,), batch=_cat_batch)
 define(
     aten.stack.default,
     vjp={0: _stack_back},
+    linear=(0,),
     batch=lambda batch, op, tensors, dim=0: op([batch.physical(t) for t in tensors], wrap_dim(dim, tensors[0].dim() + 1) + 1),
 )
 
