@@ -9,7 +9,6 @@ from __future__ import annotations
 WITHOUT_RULE = {
     "aten::_cdist_forward": "cdist",
     "aten::_ctc_loss aten::_ctc_loss.Tensor": "nn.functional.ctc_loss",
-    "aten::_embedding_bag_forward_only": "nn.functional.embedding_bag",
     "aten::_fft_c2c": "fft.fft2 fft.fftn fft.ifft2 fft.ifftn",
     "aten::_fft_c2c aten::_fft_c2r": "fft.hfft2 fft.hfftn",
     "aten::_fft_c2r": "fft.hfft fft.irfft fft.irfft2 fft.irfftn",
@@ -41,7 +40,6 @@ WITHOUT_RULE = {
     "aten::i0": "i0",
     "aten::igamma": "igamma",
     "aten::igammac": "igammac",
-    "aten::index_reduce": "index_reduce.mean index_reduce.prod index_reduce.amin index_reduce.amax",
     "aten::linalg_cholesky_ex": "linalg.cholesky linalg.cholesky_ex",
     "aten::linalg_eig": "linalg.eig linalg.eigvals",
     "aten::linalg_householder_product": "linalg.householder_product",
@@ -57,14 +55,10 @@ WITHOUT_RULE = {
     "aten::linalg_qr": "qr svd_lowrank pca_lowrank linalg.qr",
     "aten::linalg_solve_triangular": "linalg.solve_triangular",
     "aten::lu_unpack": "lu_unpack",
-    "aten::masked_scatter": "masked_scatter",
     "aten::mode": "mode",
     "aten::nextafter": "nextafter",
     "aten::nonzero_static": "nonzero_static",
     "aten::ormqr": "ormqr",
-    "aten::put": "put",
-    "aten::scatter_reduce.two": "scatter_reduce.sum scatter_reduce.prod scatter_reduce.mean scatter_reduce.amin scatter_reduce.amax",
-    "aten::segment_reduce": "_segment_reduce.lengths _segment_reduce.offsets",
     "aten::special_airy_ai": "special.airy_ai",
     "aten::special_bessel_j0": "special.bessel_j0",
     "aten::special_bessel_j1": "special.bessel_j1",
@@ -113,8 +107,8 @@ RANDOM = (
 
 # Under vmap they would need a Python number, a branch or a shape that differs between samples.
 DEPENDS_ON_DATA = (
-    "item allclose cov equal masked_select narrow tensor_split index_put unique unique_consecutive take "
-    "histc nonzero argwhere nn.functional.nll_loss nn.functional.gaussian_nll_loss repeat_interleave "
+    "item allclose cov equal masked_select narrow tensor_split unique unique_consecutive "
+    "histc nonzero argwhere nn.functional.gaussian_nll_loss repeat_interleave "
 )
 
 # Everything else -> words of the refusal, and why it is one.
@@ -123,8 +117,6 @@ OTHERWISE = {
     "sparse.mm.reduce": "layout torch.sparse_csr",
     "complex": "view_as_real",  # PyTorch writes it in place through a view that has another dtype
     "polar": "view_as_real",
-    "quantile": "squeeze_",  # changes a tensor's shape in place
-    "nanquantile": "squeeze_",
     "resize_": "resize",
     "resize_as_": "resize",
     "native_batch_norm": "writes in place",  # the layer behind it, nn.functional.batch_norm, works: running statistics are arguments

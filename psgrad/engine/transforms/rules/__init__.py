@@ -4,6 +4,7 @@ from psgrad.engine.transforms.rules import (
     attention,
     convolution,
     elementwise,
+    embedding,
     factories,
     indexing,
     losses,
@@ -11,6 +12,7 @@ from psgrad.engine.transforms.rules import (
     normalization,
     pooling,
     reductions,
+    scatter,
     views,
 )
 
@@ -18,6 +20,7 @@ __all__ = [
     "attention",
     "convolution",
     "elementwise",
+    "embedding",
     "factories",
     "indexing",
     "losses",
@@ -25,5 +28,6 @@ __all__ = [
     "normalization",
     "pooling",
     "reductions",
+    "scatter",
     "views",
 ]

@@ -58,7 +58,7 @@ def scatter_rows(g: torch.Tensor, index: torch.Tensor, count: int, padding_idx: 
     return torch.zeros(n * count, d, dtype=g.dtype, device=g.device).index_add_(0, flat, rows.reshape(-1, d)).reshape(n, count, d)
 
 
-define(aten.embedding.default, vjp={0: _embedding_back}, batch=_embedding_batch)
+define(aten.embedding.default, vjp={0: _embedding_back}, linear=(0,), batch=_embedding_batch)
 define(
     aten.embedding_dense_backward.default,
     vjp={0: lambda out, g, index, count, padding_idx, scale: lambda h: _embedding_without_padding(h, index, padding_idx)},
@@ -74,7 +74,7 @@ def _embedding_without_padding(h: torch.Tensor, index: torch.Tensor, padding_idx
 # -- gather and scatter ---------------------------------------------------------------------------------------------------------------
 
 
-def _along(batch: Any, op: Op, x: torch.Tensor, dim: int, index: torch.Tensor, *rest: Any, **kwargs: Any) -> torch.Tensor:
+def along(batch: Any, op: Op, x: torch.Tensor, dim: int, index: torch.Tensor, *rest: Any, **kwargs: Any) -> torch.Tensor:
     """Batching for operators that look up places along one axis."""
     physical, places = batch.physical(x), batch.physical(index)
     source = [batch.physical(r) if isinstance(r, torch.Tensor) else r for r in rest]
@@ -95,31 +95,31 @@ def _gather_back(out: torch.Tensor, x: torch.Tensor, dim: int, index: torch.Tens
     return lambda g: aten.scatter_add.default(torch.zeros(shape, dtype=dtype, device=device), dim, index, g)
 
 
-define(aten.gather.default, vjp={0: _gather_back}, batch=_along)
+define(aten.gather.default, vjp={0: _gather_back}, linear=(0,), batch=along)
 define(
     aten.scatter_add.default,
     vjp={
         0: lambda out, x, dim, index, source: lambda g: g,
-        3: lambda out, x, dim, index, source: lambda g: _fit(aten.gather.default(g, dim, index), source.shape),
+        3: lambda out, x, dim, index, source: lambda g: fit(aten.gather.default(g, dim, index), source.shape),
     },
-    batch=_along,
+    batch=along,
 )
 define(
     aten.scatter.src,
     vjp={
         0: lambda out, x, dim, index, source: lambda g: aten.scatter.value(g, dim, index, 0),
-        3: lambda out, x, dim, index, source: lambda g: _fit(aten.gather.default(g, dim, index), source.shape),
+        3: lambda out, x, dim, index, source: lambda g: fit(aten.gather.default(g, dim, index), source.shape),
     },
-    batch=_along,
+    batch=along,
 )
 define(
     aten.scatter.value,
     vjp={0: lambda out, x, dim, index, value: lambda g: aten.scatter.value(g, dim, index, 0)},
-    batch=_along,
+    batch=along,
 )
 
 
-def _fit(g: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+def fit(g: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """A source may be larger than the index; what the index does not reach has no derivative."""
     if g.shape == shape:
         return g
@@ -146,7 +146,7 @@ def _index_select_back(out: torch.Tensor, x: torch.Tensor, dim: int, index: torc
     return lambda g: aten.index_add.default(torch.zeros(shape, dtype=dtype, device=device), dim, index, g) if len(shape) else g
 
 
-define(aten.index_select.default, vjp={0: _index_select_back}, batch=_index_select_batch)
+define(aten.index_select.default, vjp={0: _index_select_back}, linear=(0,), batch=_index_select_batch)
 
 
 def _index_add_batch(
@@ -237,12 +237,15 @@ def _index_back(out: torch.Tensor, x: torch.Tensor, indices: Sequence[Any]) -> A
     return lambda g: aten.index_put.default(torch.zeros(shape, dtype=dtype, device=device), indices, g, True)
 
 
-define(aten.index.Tensor, vjp={0: _index_back}, batch=_index_batch)
+define(aten.index.Tensor, vjp={0: _index_back}, linear=(0,), batch=_index_batch)
 
 
 def _index_put_batch(
     batch: Any, op: Op, x: torch.Tensor, indices: Sequence[Any], values: torch.Tensor, accumulate: bool = False
 ) -> torch.Tensor:
+    chosen = _by_mask(x, indices, values, accumulate)
+    if chosen is not None:
+        return batch.physical(x).copy_(batch.physical(chosen)) if op is aten.index_put_.default else batch.physical(chosen)
     physical = batch.physical(x)
     if any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
         _sample_places(batch, x, indices)  # refuses masks that differ between samples
@@ -254,6 +257,21 @@ def _index_put_batch(
         for i, index in enumerate([*indices, *[None] * (x.dim() - len(indices))])
     ]
     return _explicit_put(batch, op, physical, x, indices, full, values, accumulate)
+
+
+def _by_mask(x: torch.Tensor, indices: Sequence[Any], values: torch.Tensor, accumulate: bool = False) -> torch.Tensor | None:
+    """x[mask] = value, the same value wherever the mask is true: a choice at each place, which needs no count of places."""
+    given = [i for i, index in enumerate(indices) if index is not None]
+    mask = indices[given[0]] if len(given) == 1 else None
+    if mask is None or mask.dtype != torch.bool:
+        return None
+    behind = x.dim() - given[0] - mask.dim()
+    if values.dim() > behind:
+        if values.shape[values.dim() - behind - 1] != 1:
+            return None
+        split = values.dim() - behind
+        values = values.reshape(*values.shape[: split - 1], *(1,) * mask.dim(), *values.shape[split:])
+    return torch.where(mask.reshape(*mask.shape, *(1,) * behind), x + values if accumulate else values, x)
 
 
 def _explicit_put(
@@ -301,6 +319,7 @@ define(
         ),
         2: _index_put_source,
     },
+    instead=lambda level, args, kwargs: _by_mask(*args, **kwargs),
     batch=_index_put_batch,
 )
 define(aten.index_put_.default, batch=_index_put_batch)

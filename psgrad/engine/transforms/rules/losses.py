@@ -8,7 +8,6 @@ import torch
 
 from psgrad.engine.transforms.rules.families import aten, wrap_dim
 from psgrad.engine.transforms.rules.registry import Op, define, replace
-from psgrad.errors import TransformError
 
 
 def _softmax_batch(batch: Any, op: Op, x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
@@ -81,7 +80,12 @@ class _Labels:
         self.axis = axis
         self.counted = target != ignore_index
         self.labels = torch.where(self.counted, target, 0).unsqueeze(axis)
-        self.weights = self.counted.to(dtype) if weight is None else torch.where(self.counted, weight[self.labels.squeeze(axis)], 0)
+        self.weights = self.counted.to(dtype) if weight is None else torch.where(self.counted, self._looked_up(weight), 0)
+
+    def _looked_up(self, weight: torch.Tensor) -> torch.Tensor:
+        """The labels' class weights: [classes] shared by all samples, or [n, classes]."""
+        labels = self.labels.squeeze(self.axis)
+        return weight[labels] if weight.dim() == 1 else weight.gather(1, labels.reshape(len(labels), -1)).reshape(labels.shape)
 
     def losses(self, log_probabilities: torch.Tensor) -> torch.Tensor:
         """One a position; zero where the label is ignored, whatever stands there."""
@@ -123,10 +127,8 @@ def _nll_backward_batch(
 
 
 def _physical_labels(batch: Any, x: torch.Tensor, target: torch.Tensor, weight: Any, ignore_index: int) -> tuple[torch.Tensor, _Labels]:
-    if batch.is_mapped(weight):
-        raise TransformError("class weights that differ between samples", next_step="multiply the samples' losses by the weights instead")
     values = batch.physical(x)
-    return values, _Labels(batch.physical(target), weight, ignore_index, 1 if x.dim() == 1 else 2, values.dtype)
+    return values, _Labels(batch.physical(target), batch.raw(weight), ignore_index, 1 if x.dim() == 1 else 2, values.dtype)
 
 
 for _forward, _backward in (

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms.rules.families import aten, cast, shifted, wrap_dim
-from psgrad.engine.transforms.rules.registry import Op, constant, define
+from psgrad.engine.transforms.rules.registry import Op, constant, define, replace
 
 
 def axes_of(dims: Any, rank: int) -> list[int]:
@@ -62,10 +62,10 @@ def _mean_back(out: torch.Tensor, x: torch.Tensor, dims: Any = None, keepdim: bo
     return lambda g: spread(cast(g, kind) / count, shape, dims, keepdim)
 
 
-define(aten.sum.default, vjp={0: _sum_back}, batch=full(aten.sum.dim_IntList))
-define(aten.sum.dim_IntList, vjp={0: _sum_back}, batch=by_axes)
-define(aten.mean.default, vjp={0: _mean_back}, batch=full(aten.mean.dim))
-define(aten.mean.dim, vjp={0: _mean_back}, batch=by_axes)
+define(aten.sum.default, vjp={0: _sum_back}, linear=(0,), batch=full(aten.sum.dim_IntList))
+define(aten.sum.dim_IntList, vjp={0: _sum_back}, linear=(0,), batch=by_axes)
+define(aten.mean.default, vjp={0: _mean_back}, linear=(0,), batch=full(aten.mean.dim))
+define(aten.mean.dim, vjp={0: _mean_back}, linear=(0,), batch=by_axes)
 
 
 def _logsumexp_back(out: torch.Tensor, x: torch.Tensor, dims: Any, keepdim: bool = False) -> Any:
@@ -146,6 +146,44 @@ define(aten.kthvalue.default, vjp={0: _pick_back(2)}, batch=shifted(2, defaults=
 define(aten.median.dim, aten.nanmedian.dim, vjp={0: _pick_back(1)}, batch=shifted(1))
 
 
+def _quantile(
+    x: torch.Tensor, q: Any, dim: int | None, keepdim: bool, interpolation: str, ranks_of: Callable[[torch.Tensor, Any], torch.Tensor]
+) -> torch.Tensor:
+    """Between two neighbours in the sorted values; `ranks_of` says where among them the fractions `q` lie."""
+    q = torch.scalar_tensor(q, dtype=x.dtype, device=x.device) if isinstance(q, float) else q
+    rank, axis = x.dim(), 0 if dim is None else wrap_dim(dim, x.dim())
+    values = (x.reshape(-1) if dim is None or not rank else x.movedim(axis, -1)).sort(-1)[0]
+    ranks = ranks_of(values, q.reshape(-1))
+    ranks = {"lower": torch.floor, "higher": torch.ceil, "nearest": torch.round}.get(interpolation, lambda r: r)(ranks)
+    below = ranks.floor()
+    found, above = (values.gather(-1, r.long().expand(*values.shape[:-1], -1)) for r in (below, ranks.ceil()))
+    if interpolation in ("linear", "midpoint"):
+        found = torch.lerp(found, above, ranks - below if interpolation == "linear" else torch.full_like(ranks, 0.5))
+    found = found.movedim(-1, 0)
+    if keepdim and rank:
+        found = found.reshape(-1, *(1,) * rank) if dim is None else found.unsqueeze(axis + 1)
+    return found if q.dim() else found.squeeze(0)
+
+
+def _ranks(values: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Where a value is nan the result is, and nan stands last."""
+    last = values.shape[-1] - 1
+    return torch.where(values.isnan().any(-1, keepdim=True), last, q * last)
+
+
+def _ranks_without_nan(values: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    return q * ((~values.isnan()).sum(-1, keepdim=True) - 1).clamp(min=0)
+
+
+for _op, _where in ((aten.quantile, _ranks), (aten.nanquantile, _ranks_without_nan)):
+    for _overload in (_op.default, _op.scalar):
+        replace(_overload)(
+            lambda x, q, dim=None, keepdim=False, *, interpolation="linear", ranks_of=_where: _quantile(
+                x, q, dim, keepdim, interpolation, ranks_of
+            )
+        )
+
+
 def _of_all(op: Op) -> Callable[..., Any]:
     """Batching of an order statistic over everything: over all of a sample as one axis."""
     return lambda batch, _, x: op(batch.physical(x).reshape(batch.size, -1), 1)[0]
@@ -160,7 +198,7 @@ def _cumsum_back(out: torch.Tensor, x: torch.Tensor, dim: int, *, dtype: Any = N
     return lambda g: cast(g.flip(dim).cumsum(dim).flip(dim) if g.dim() else g, kind)
 
 
-define(aten.cumsum.default, vjp={0: _cumsum_back}, batch=shifted(1))
+define(aten.cumsum.default, vjp={0: _cumsum_back}, linear=(0,), batch=shifted(1))
 
 
 def _record_back(out: Any, x: torch.Tensor, dim: int) -> Any:

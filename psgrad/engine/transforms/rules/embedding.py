@@ -1,0 +1,70 @@
+"""EmbeddingBag: a lookup, and one sum, mean or maximum a bag.
+
+PyTorch's kernel does both at once and tells samples apart by nothing. Written as two steps, the lookup is `embedding`, whose
+weight gradient a per-sample query never has to build, and the bags are segments of its rows.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from psgrad.engine.transforms import diagnostics
+from psgrad.engine.transforms.rules.families import aten
+from psgrad.engine.transforms.rules.registry import replace
+from psgrad.errors import TransformError
+
+SUM, MEAN, MAX = range(3)
+
+
+@replace(aten._embedding_bag.default)
+@replace(aten._embedding_bag_forward_only.default)
+def _embedding_bag(
+    weight: torch.Tensor,
+    index: torch.Tensor,
+    offsets: torch.Tensor,
+    scale: bool = False,
+    mode: int = SUM,
+    sparse: bool = False,
+    per_sample_weights: torch.Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int = -1,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    if scale:
+        raise TransformError(
+            f"an embedding bag with scale_grad_by_freq=True{diagnostics.where()}",
+            cause="its gradient is divided by how often a token occurs in the batch, so it is not the gradient of a function",
+            next_step="build the embedding bag with scale_grad_by_freq=False",
+        )
+    bags, positions = offsets.shape[0], index.shape[0]
+    # The last bag that starts at or before a position is its bag: where several start there, all but that one are empty.
+    order = torch.arange(positions, dtype=offsets.dtype, device=offsets.device)
+    bag = torch.searchsorted(offsets.contiguous(), order, right=True) - 1
+    counted = index != padding_idx if padding_idx >= 0 else torch.ones_like(index, dtype=torch.bool)
+    sizes = torch.zeros(bags, dtype=torch.long, device=bag.device).index_add(0, bag, counted.long())
+    rows = aten.embedding.default(weight, index)
+    if mode == MAX:
+        out = _largest(rows, bag, counted, bags)
+    else:
+        if per_sample_weights is not None:
+            rows = rows * per_sample_weights.unsqueeze(1)
+        rows = torch.where(counted.unsqueeze(1), rows, 0)
+        out = torch.zeros(bags, rows.shape[1], dtype=rows.dtype, device=rows.device).index_add(0, bag, rows)
+        out = out / sizes.clamp(min=1).unsqueeze(1) if mode == MEAN else out
+    real = slice(bags - include_last_offset)  # the last offset may say where the last bag ends
+    return out[real], bag, sizes[real], sizes[real]
+
+
+def _largest(rows: torch.Tensor, bag: torch.Tensor, counted: torch.Tensor, bags: int) -> torch.Tensor:
+    """For each bag and feature the largest value, whose cotangent goes to the first position that holds it; zero in an empty bag."""
+    positions, features = rows.shape
+    if not positions:
+        return torch.zeros(bags, features, dtype=rows.dtype, device=rows.device)
+    where, counted = bag.unsqueeze(1).expand(positions, features), counted.unsqueeze(1)
+    values = torch.where(counted, rows.detach(), -torch.inf)
+    lowest = torch.full((bags, features), -torch.inf, dtype=rows.dtype, device=rows.device)
+    largest = lowest.scatter_reduce(0, where, values, "amax").gather(0, where)
+    holds = ((values == largest) | values.isnan()) & counted
+    order = torch.where(holds, torch.arange(positions, device=rows.device).unsqueeze(1), positions)
+    none = torch.full((bags, features), positions, dtype=order.dtype, device=rows.device)
+    first = none.scatter_reduce(0, where, order, "amin")
+    return torch.where(first < positions, rows.gather(0, first.clamp(max=positions - 1)), 0)

@@ -1,0 +1,161 @@
+"""Several values into one place: scatter_reduce and what is written with it, and writes to places that a mask or an index names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from psgrad.engine.transforms.rules.families import aten, cast, wrap_dim
+from psgrad.engine.transforms.rules.indexing import along, fit
+from psgrad.engine.transforms.rules.registry import JointVJP, define, replace
+
+# -- sums, means, products and extremes by place ----------------------------------------------------------------------------------
+
+
+def _reduce(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, kind: str, include_self: bool) -> Any:
+    return aten.scatter_reduce.two(x, dim, index, source, kind, include_self=include_self)
+
+
+def _scattered(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """What the index sends to each place, added up."""
+    return aten.scatter_add.default(torch.zeros_like(x), dim, index, source)
+
+
+def _instead(level: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Sums and means are linear: their derivatives are those of scatter_add."""
+    x, dim, index, source, kind = args
+    include_self = kwargs.get("include_self", True)
+    if kind not in ("sum", "mean"):
+        return None
+    start = x if include_self else aten.scatter.value(x, dim, index, 0)
+    total = aten.scatter_add.default(start, dim, index, source)
+    if kind == "sum":
+        return total
+    counts = _scattered(x, dim, index, torch.ones_like(source)) + int(include_self)
+    return total / counts.clamp(min=1)
+
+
+def _back(out: torch.Tensor, x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, kind: str, **kwargs: Any) -> Any:
+    include_self = kwargs.get("include_self", True)
+    shares = _product_shares if kind == "prod" else _extreme_shares
+
+    def back(g: torch.Tensor, positions: Sequence[int]) -> dict[int, Any]:
+        own, arriving = shares(out, x, dim, index, source, include_self)
+        kept = g * own if include_self else aten.scatter.value(g * own, dim, index, 0)
+        found = {0: kept, 3: fit(aten.gather.default(g, dim, index) * arriving, source.shape)}
+        return {position: found[position] for position in positions}
+
+    return back
+
+
+def _extreme_shares(
+    out: torch.Tensor, x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, include_self: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest (smallest) values at a place share its cotangent equally."""
+    own = cast(x == out, out.dtype)
+    own = own if include_self else aten.scatter.value(own, dim, index, 0)
+    arriving = cast(_reached(source, index) == aten.gather.default(out, dim, index), out.dtype)
+    winners = aten.scatter_add.default(own, dim, index, arriving)
+    return own / winners, arriving / aten.gather.default(winners, dim, index)
+
+
+def _product_shares(
+    out: torch.Tensor, x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, include_self: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each factor the product of the others at its place: the whole divided by it, unless it is zero.
+
+    Then it is the product of what is not zero there, times the other zeros (nothing, where it is the only one).
+    """
+    source = _reached(source, index)
+
+    def sum_of(own: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
+        own = own if include_self else aten.scatter.value(own, dim, index, 0)
+        return aten.scatter_add.default(own, dim, index, arriving)
+
+    no_zeros = [torch.where(t == 0, torch.ones_like(t), t) for t in (x, source)]
+    zeros = sum_of(cast(x == 0, x.dtype), cast(source == 0, x.dtype))
+    zero_sum = sum_of(*[torch.where(t == 0, t, torch.zeros_like(t)) for t in (x, source)])
+    product = _reduce(no_zeros[0], dim, index, no_zeros[1], "prod", include_self)
+
+    def others(t: torch.Tensor, safe: torch.Tensor, at: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        other_zeros = torch.where(at(zeros) == 1, torch.ones_like(t), torch.where(at(zeros) == 2, at(zero_sum) - t, torch.zeros_like(t)))
+        return torch.where(t == 0, at(product) * other_zeros, at(out) / safe)
+
+    return others(x, no_zeros[0], lambda t: t), others(source, no_zeros[1], lambda t: aten.gather.default(t, dim, index))
+
+
+def _reached(source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """The part of a source that a smaller index reaches."""
+    for axis, size in enumerate(index.shape):
+        source = source.narrow(axis, 0, size) if source.shape[axis] != size else source
+    return source
+
+
+define(aten.scatter_reduce.two, vjp=JointVJP(_back), instead=_instead, batch=along)
+
+
+@replace(aten.index_reduce.default)
+def _index_reduce(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, kind: str, *, include_self: bool = True) -> Any:
+    places = index.reshape(-1)
+    if x.dim():
+        dim = wrap_dim(dim, x.dim())
+        places = places.reshape(-1, *(1,) * (x.dim() - dim - 1)).expand(source.shape)
+    return _reduce(x.reshape(1) if not x.dim() else x, dim, places, source.reshape(places.shape), kind, include_self).reshape(x.shape)
+
+
+_NEUTRAL = {"sum": 0.0, "mean": 0.0, "prod": 1.0, "max": -torch.inf, "min": torch.inf}
+
+
+@replace(aten.segment_reduce.default)
+def _segment_reduce(
+    data: torch.Tensor,
+    kind: str,
+    *,
+    lengths: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
+    offsets: torch.Tensor | None = None,
+    axis: int = 0,
+    unsafe: bool = False,
+    initial: float | None = None,
+) -> torch.Tensor:
+    """Each position is sent to its segment; what lies behind the last one is sent to a segment that is cut off."""
+    axis = wrap_dim(axis, data.dim())
+    lead, behind = data.shape[:axis], data.shape[axis + 1 :]
+    if lengths is None:
+        assert offsets is not None
+        lengths = offsets.diff(dim=-1)
+    segments = lengths.shape[-1]
+    positions = torch.arange(data.shape[axis], device=data.device).expand(*lead, -1)
+    segment = torch.searchsorted(lengths.cumsum(-1), positions.contiguous(), right=True)
+    index = segment.reshape(*segment.shape, *(1,) * len(behind)).expand(data.shape)
+    start = torch.full((*lead, segments + 1, *behind), _NEUTRAL[kind] if initial is None else initial, dtype=data.dtype, device=data.device)
+    reduce = {"mean": "sum", "max": "amax", "min": "amin"}.get(kind, kind)
+    out = _reduce(start, axis, index, data, reduce, True).narrow(axis, 0, segments)
+    if kind != "mean":
+        return out
+    sizes = lengths.reshape(*lengths.shape, *(1,) * len(behind))
+    return torch.where(sizes > 0, out / sizes.clamp(min=1), torch.nan if initial is None else initial)
+
+
+# -- places of the flattened tensor ---------------------------------------------------------------------------------------------------
+
+
+@replace(aten.take.default)
+def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return aten.index.Tensor(x.reshape(-1), [index])
+
+
+@replace(aten.put.default)
+def _put(x: torch.Tensor, index: torch.Tensor, source: torch.Tensor, accumulate: bool = False) -> torch.Tensor:
+    return aten.index_put.default(x.reshape(-1), [index.reshape(-1)], source.reshape(-1), accumulate).reshape(x.shape)
+
+
+@replace(aten.masked_scatter.default)
+def _masked_scatter(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """The n-th place of the mask gets the n-th element of the source, looked up by counting."""
+    x, mask = torch.broadcast_tensors(x, mask)
+    number = mask.reshape(-1).cumsum(0) - 1
+    values = aten.index.Tensor(source.reshape(-1), [torch.where(mask, number.reshape(x.shape), 0)])
+    return torch.where(mask, values, x)
