@@ -1,0 +1,121 @@
+"""Special functions: Bessel functions, incomplete gammas, normal quantiles, orthogonal polynomials."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NoReturn
+
+import torch
+
+from psgrad.engine.transforms import diagnostics
+from psgrad.engine.transforms.rules.families import aten, elementwise, elementwise_batch
+from psgrad.engine.transforms.rules.registry import Maker, constant
+from psgrad.errors import UnsupportedOperatorError
+
+
+def no_derivative(operator: str, argument: str) -> Maker:
+    """The VJP in an argument for which nobody has a formula: an error that says so, never a zero."""
+
+    def maker(out: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UnsupportedOperatorError(
+            f"the derivative of {operator} in its argument {argument!r} is not known{diagnostics.where()}",
+            expected=f"a value of {argument!r} that no gradient is taken of",
+            cause="PyTorch has no formula for it either",
+            next_step=f"call .detach() on {argument!r}, or write the computation with other operators",
+        )
+
+    return maker
+
+
+# -- of one variable --------------------------------------------------------------------------------------------------------------
+
+SQRT_2PI = math.sqrt(2 * math.pi)
+
+elementwise(aten.i0.default, x0=lambda out, x: lambda g: g * aten.special_i1(x))
+elementwise(aten.special_i0e.default, x0=lambda out, x: lambda g: g * (aten.special_i1e(x) - torch.sgn(x) * out))
+elementwise(aten.special_i1.default, x0=lambda out, x: lambda g: g * (aten.i0(x) - _over(out, x)))
+elementwise(aten.special_i1e.default, x0=lambda out, x: lambda g: g * (aten.special_i0e(x) - out * torch.sgn(x) - _over(out, x)))
+elementwise(aten.special_erfcx.default, x0=lambda out, x: lambda g: g * (2 * x * out - 2 / math.sqrt(math.pi)))
+elementwise(aten.special_ndtri.default, x0=lambda out, x: lambda g: g * SQRT_2PI * torch.exp(out * out / 2))
+elementwise(aten.special_log_ndtr.default, x0=lambda out, x: lambda g: g / SQRT_2PI * torch.exp(-(out + x * x / 2)))
+elementwise(aten.special_entr.default, x0=lambda out, x: lambda g: -g * (1 + torch.log(x)))
+
+
+def _over(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """I1(x) / x, whose limit at zero is one half; the exponentially scaled one has the same."""
+    at_zero = x == 0
+    return torch.where(at_zero, 0.5, out / torch.where(at_zero, torch.ones_like(x), x))
+
+
+# -- of two variables ----------------------------------------------------------------------------------------------------------------
+
+elementwise(aten.igamma.default, x0=no_derivative("aten::igamma", "input"), x1=lambda out, a, x: lambda g: g * _gamma_density(a, x))
+elementwise(aten.igammac.default, x0=no_derivative("aten::igammac", "input"), x1=lambda out, a, x: lambda g: -g * _gamma_density(a, x))
+elementwise(
+    aten.special_zeta.default,
+    x0=no_derivative("aten::special_zeta", "input"),
+    x1=lambda out, s, x: lambda g: -g * s * aten.special_zeta(s + 1.0, x),
+)
+elementwise(aten.special_zeta.self_scalar, x1=lambda out, s, x: lambda g: -g * s * aten.special_zeta(float(s) + 1.0, x))
+elementwise(aten.special_zeta.other_scalar, x0=no_derivative("aten::special_zeta", "input"))
+
+
+def _gamma_density(a: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.exp((a - 1) * torch.log(x) - x - torch.lgamma(a))
+
+
+# -- Bessel functions and polynomials, which PyTorch takes for constants ----------------------------------------------------------------
+
+elementwise(aten.special_bessel_j0.default, x0=lambda out, x: lambda g: -g * aten.special_bessel_j1(x))
+elementwise(aten.special_bessel_j1.default, x0=lambda out, x: lambda g: g * (aten.special_bessel_j0(x) - _over(out, x)))
+elementwise(aten.special_bessel_y0.default, x0=lambda out, x: lambda g: -g * aten.special_bessel_y1(x))
+elementwise(aten.special_bessel_y1.default, x0=lambda out, x: lambda g: g * (aten.special_bessel_y0(x) - out / x))
+elementwise(aten.special_modified_bessel_i0.default, x0=lambda out, x: lambda g: g * aten.special_modified_bessel_i1(x))
+elementwise(aten.special_modified_bessel_i1.default, x0=lambda out, x: lambda g: g * (aten.special_modified_bessel_i0(x) - _over(out, x)))
+elementwise(aten.special_modified_bessel_k0.default, x0=lambda out, x: lambda g: -g * aten.special_modified_bessel_k1(x))
+elementwise(aten.special_modified_bessel_k1.default, x0=lambda out, x: lambda g: -g * (aten.special_modified_bessel_k0(x) + out / x))
+elementwise(
+    aten.special_scaled_modified_bessel_k0.default, x0=lambda out, x: lambda g: g * (out - aten.special_scaled_modified_bessel_k1(x))
+)
+elementwise(
+    aten.special_scaled_modified_bessel_k1.default,
+    x0=lambda out, x: lambda g: g * (out - out / x - aten.special_scaled_modified_bessel_k0(x)),
+)
+elementwise(
+    aten.special_spherical_bessel_j0.default,
+    x0=lambda out, x: lambda g: g * torch.where(x == 0, 0, (torch.cos(x) - out) / torch.where(x == 0, torch.ones_like(x), x)),
+)
+elementwise(aten.special_airy_ai.default, x0=no_derivative("aten::special_airy_ai", "x"))
+
+# Where the derivative is a polynomial of a family that PyTorch has: factor, and the family.
+_DERIVATIVES = {
+    "chebyshev_polynomial_t": (1, "chebyshev_polynomial_u"),
+    "shifted_chebyshev_polynomial_t": (2, "shifted_chebyshev_polynomial_u"),
+    "hermite_polynomial_h": (2, "hermite_polynomial_h"),
+    "hermite_polynomial_he": (1, "hermite_polynomial_he"),
+}
+
+
+def _polynomial_back(name: str) -> Maker:
+    """The derivative in x of the polynomial of degree n; in n, which is an integer, there is none."""
+    if name not in _DERIVATIVES:
+        return no_derivative(f"aten::special_{name}", "x")
+    factor, family = _DERIVATIVES[name]
+    lower = getattr(aten, f"special_{family}")
+    return lambda out, x, n: lambda g: g * factor * n * lower(x, n - 1)
+
+
+for _name in (
+    *_DERIVATIVES,
+    "chebyshev_polynomial_u",
+    "chebyshev_polynomial_v",
+    "chebyshev_polynomial_w",
+    "shifted_chebyshev_polynomial_u",
+    "shifted_chebyshev_polynomial_v",
+    "shifted_chebyshev_polynomial_w",
+    "laguerre_polynomial_l",
+    "legendre_polynomial_p",
+):
+    _packet = getattr(aten, f"special_{_name}")
+    elementwise(_packet.default, _packet.n_scalar, x0=_polynomial_back(_name))
+    constant(_packet.x_scalar, batch=elementwise_batch)
