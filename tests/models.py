@@ -19,14 +19,15 @@ VOCABULARY = 19
 class Architecture:
     """A network with a way to make data for it.
 
-    `factory()` builds the network, `draw(n)` draws the inputs [n, ...] and the target [n, ...], and `loss(output, target)` is the
-    scalar of one sample, without a batch axis.
+    `factory()` builds the network, `draw(n)` draws the inputs [n, ...] (one, or several in a tuple) and the target [n, ...], and
+    `loss(output, target)` is the scalar of one sample, without a batch axis. `randomness` is what vmap is told about random draws.
     """
 
     name: str
     factory: Callable[[], nn.Module]
-    draw: Callable[[int], tuple[Tensor, Tensor]]
-    loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy
+    draw: Callable[[int], tuple[Tensor | tuple[Tensor, ...], Tensor]]
+    loss: Callable[..., Tensor] = F.cross_entropy
+    randomness: str = "error"
 
     def build(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
         """The network in eval mode, with weights that depend on the seed alone."""
@@ -36,10 +37,14 @@ class Architecture:
 
     def batch(self, n: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[tuple[Tensor, ...], Tensor]:
         """The network's inputs, each [n, ...], and the target [n, ...]; only what is floating point becomes `dtype`."""
+
+        def cast(x: Tensor) -> Tensor:
+            return x.to(dtype) if x.is_floating_point() else x
+
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             inputs, target = self.draw(n)
-        return (inputs.to(dtype) if inputs.is_floating_point() else inputs,), target
+        return tuple(map(cast, inputs if isinstance(inputs, tuple) else (inputs,))), cast(target)
 
 
 class ViT(nn.Module):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Gradients = dict[str, Tensor]
@@ -22,7 +23,8 @@ def one_sample_gradients(model: nn.Module, loss: Loss, inputs: tuple[Tensor, ...
     rows = []
     for sample in range(len(target)):
         output = model(*(value[sample : sample + 1] for value in inputs))
-        rows.append(torch.autograd.grad(loss(output[0], target[sample]), list(parameters.values()), materialize_grads=True))
+        output = tree_map(lambda value: value[0], output)
+        rows.append(torch.autograd.grad(loss(output, target[sample]), list(parameters.values()), materialize_grads=True))
     return {name: torch.stack(column) for name, column in zip(parameters, zip(*rows, strict=True), strict=True)}
 
 

@@ -1,0 +1,340 @@
+"""Convolutional networks: classifiers, segmentation, sequences and volumes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.models import CLASSES, Architecture, draw_images
+
+
+def trained(layer: nn.Module) -> nn.Module:
+    """A norm with statistics and affine parameters that have seen data: fresh ones are zeros and ones."""
+    for value in layer.state_dict().values():
+        if value.is_floating_point():
+            value.uniform_(0.5, 1.5)
+    return layer
+
+
+def batch_norm(channels: int) -> nn.Module:
+    return trained(nn.BatchNorm2d(channels))
+
+
+def conv3x3(inputs: int, outputs: int, stride: int = 1, groups: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, kernel_size=3, stride=stride, padding=1, groups=groups, bias=False)
+
+
+def head(channels: int) -> nn.Module:
+    """Channels [n, c, h, w] averaged, then logits."""
+    return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, CLASSES))
+
+
+def lenet() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 4, kernel_size=5, padding=2),
+        nn.Tanh(),
+        nn.AvgPool2d(2),
+        nn.Conv2d(4, 6, kernel_size=3),
+        nn.Tanh(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(6, 10),
+        nn.Tanh(),
+        nn.Linear(10, CLASSES),
+    )
+
+
+def alexnet() -> nn.Module:
+    """With local response normalisation and overlapping pools."""
+    return nn.Sequential(
+        nn.Conv2d(3, 6, kernel_size=3, stride=2, padding=1),
+        nn.ReLU(inplace=True),
+        nn.LocalResponseNorm(3),
+        nn.MaxPool2d(3, stride=2),
+        nn.Conv2d(6, 8, kernel_size=3, padding=1),
+        nn.ReLU(inplace=True),
+        nn.AdaptiveMaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32, CLASSES),
+    )
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3 (in groups: ResNeXt), 1x1, each with BatchNorm, beside a shortcut."""
+
+    def __init__(self, inputs: int, inner: int, outputs: int, stride: int, groups: int) -> None:
+        super().__init__()
+        self.inside = nn.Sequential(
+            nn.Conv2d(inputs, inner, kernel_size=1, bias=False),
+            batch_norm(inner),
+            nn.ReLU(inplace=True),
+            conv3x3(inner, inner, stride, groups),
+            batch_norm(inner),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(inner, outputs, kernel_size=1, bias=False),
+            batch_norm(outputs),
+        )
+        self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, kernel_size=1, stride=stride, bias=False), batch_norm(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.inside(x)
+        out += self.shortcut(x)
+        return F.relu(out)
+
+
+def bottlenecks(groups: int) -> nn.Module:
+    """ResNet for one group, ResNeXt for more; a strided stem and max pooling in front."""
+    return nn.Sequential(
+        nn.Conv2d(3, 4, kernel_size=3, stride=2, padding=1, bias=False),
+        batch_norm(4),
+        nn.ReLU(),
+        nn.MaxPool2d(3, stride=2, padding=1),
+        Bottleneck(4, 4, 8, 1, groups),
+        Bottleneck(8, 4, 8, 2, groups),
+        head(8),
+    )
+
+
+class Dense(nn.Module):
+    """Every layer reads all channels made before it; a transition halves them."""
+
+    def __init__(self, channels: int, growth: int, layers: int) -> None:
+        super().__init__()
+        widths = [channels + growth * i for i in range(layers)]
+        self.layers = nn.ModuleList(nn.Sequential(batch_norm(width), nn.ReLU(), conv3x3(width, growth)) for width in widths)
+        last = channels + growth * layers
+        self.transition = nn.Sequential(batch_norm(last), nn.ReLU(), nn.Conv2d(last, last // 2, 1, bias=False), nn.AvgPool2d(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = [x]
+        for layer in self.layers:
+            found.append(layer(torch.cat(found, dim=1)))
+        return self.transition(torch.cat(found, dim=1))
+
+
+def densenet() -> nn.Module:
+    return nn.Sequential(conv3x3(3, 4), Dense(4, 2, 2), Dense(4, 2, 2), head(4))
+
+
+class SqueezeExcitation(nn.Module):
+    """Channels weighed by what the image as a whole looks like."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.squeeze, self.excite = nn.Conv2d(channels, 2, 1), nn.Conv2d(2, channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.excite(F.relu(self.squeeze(F.adaptive_avg_pool2d(x, 1))))
+        return x * F.hardsigmoid(gate)
+
+
+class InvertedResidual(nn.Module):
+    """MobileNet's block: expand, convolve channel by channel, weigh, project."""
+
+    def __init__(self, channels: int, expansion: int) -> None:
+        super().__init__()
+        wide = channels * expansion
+        self.inside = nn.Sequential(
+            nn.Conv2d(channels, wide, 1, bias=False),
+            batch_norm(wide),
+            nn.Hardswish(),
+            conv3x3(wide, wide, groups=wide),
+            batch_norm(wide),
+            SqueezeExcitation(wide),
+            nn.Hardswish(inplace=True),
+            nn.Conv2d(wide, channels, 1, bias=False),
+            batch_norm(channels),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inside(x)
+
+
+class ConvNeXtBlock(nn.Module):
+    """A wide depthwise convolution, then a network on each pixel, scaled by a parameter of its own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.depthwise = nn.Conv2d(width, width, kernel_size=7, padding=3, groups=width)
+        self.norm = nn.LayerNorm(width)
+        self.widen, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.scale = nn.Parameter(0.3 * torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        inside = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
+        inside = self.scale * self.narrow(F.gelu(self.widen(inside)))
+        return x + inside.permute(0, 3, 1, 2)
+
+
+def convnext() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 6, kernel_size=2, stride=2), ConvNeXtBlock(6), ConvNeXtBlock(6), head(6))
+
+
+class Inception(nn.Module):
+    """Kernels of several shapes side by side, a pool among them; each path ends in an instance norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.point = nn.Conv2d(3, 2, 1)
+        self.wide = nn.Sequential(nn.Conv2d(3, 2, (1, 3), padding=(0, 1)), nn.Conv2d(2, 3, (3, 1), padding=(1, 0)))
+        self.dilated = nn.Conv2d(3, 2, 3, padding=2, dilation=2, padding_mode="replicate")
+        self.pooled = nn.Sequential(nn.AvgPool2d(3, stride=1, padding=1, count_include_pad=False), nn.Conv2d(3, 2, 1, bias=False))
+        self.norm = nn.InstanceNorm2d(9, affine=True)
+        self.head = nn.Linear(9, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        paths = torch.cat([self.point(x), self.wide(x), self.dilated(x), self.pooled(x)], dim=1)
+        return self.head(F.leaky_relu(self.norm(paths), 0.1).amax((2, 3)))
+
+
+class UNet(nn.Module):
+    """Down, up and a bridge; `up` doubles the size."""
+
+    def __init__(self, up: nn.Module) -> None:
+        super().__init__()
+        self.down, self.inner = conv3x3(2, 4), conv3x3(4, 4)
+        self.up, self.out = up, nn.Conv2d(8, CLASSES, kernel_size=3, padding=1, padding_mode="reflect")
+        self.norm = nn.GroupNorm(2, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        high = F.relu(self.norm(self.down(x)))
+        low = F.relu(self.inner(F.max_pool2d(high, 2)))
+        return self.out(torch.cat([high, self.up(low)], dim=1))
+
+
+def draw_labelled_pixels(n: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(n, 2, 6, 6), torch.randint(CLASSES, (n, 6, 6))
+
+
+def pixel_loss(output: Tensor, target: Tensor) -> Tensor:
+    """Cross-entropy of each pixel, and a Dice term for overlap."""
+    chosen = output.softmax(0)
+    wanted = F.one_hot(target, CLASSES).movedim(-1, 0).to(output.dtype)
+    dice = 2 * (chosen * wanted).sum((1, 2)) / (chosen + wanted).sum((1, 2))
+    return F.cross_entropy(output[None], target[None]) + (1 - dice).mean()
+
+
+UPSAMPLINGS: dict[str, nn.Module] = {
+    "nearest": nn.Upsample(scale_factor=2, mode="nearest"),
+    "nearest-exact": nn.Upsample(scale_factor=2, mode="nearest-exact"),
+    "bilinear": nn.Upsample(scale_factor=2, mode="bilinear"),
+    "bilinear-aligned": nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True),
+    "bicubic": nn.Upsample(scale_factor=2, mode="bicubic"),
+    "area": nn.Upsample(size=(6, 6), mode="area"),
+}
+
+
+class SuperResolution(nn.Module):
+    """Channels become pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.ReflectionPad2d(1), nn.Conv2d(1, 4, 3), nn.PReLU(4), conv3x3(4, 4), nn.PixelShuffle(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.interpolate(x, scale_factor=2, mode="bilinear", antialias=True) + self.features(x)
+
+
+class CausalConvolutions(nn.Module):
+    """WaveNet: gated dilated convolutions that see the past alone, with skips."""
+
+    def __init__(self, channels: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(CLASSES, channels)
+        self.layers = nn.ModuleList(nn.Conv1d(channels, 2 * channels, kernel_size=2, dilation=2**i) for i in range(3))
+        self.mixing = nn.ModuleList(nn.Conv1d(channels, channels, 1) for _ in range(3))
+        self.head = nn.Conv1d(channels, CLASSES, 1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens).transpose(1, 2)
+        skipped = torch.zeros_like(x)
+        for i, (layer, mixing) in enumerate(zip(self.layers, self.mixing, strict=True)):
+            signal, gate = layer(F.pad(x, (2**i, 0))).chunk(2, dim=1)
+            gated = mixing(torch.tanh(signal) * torch.sigmoid(gate))
+            skipped += gated
+            x = x + gated
+        return self.head(F.relu(skipped))
+
+
+def draw_tokens_ahead(n: int) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(CLASSES, (n, 9))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def volumes() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv3d(1, 3, kernel_size=2),
+        trained(nn.BatchNorm3d(3)),
+        nn.ELU(),
+        nn.MaxPool3d(2),
+        nn.ConvTranspose3d(3, 2, kernel_size=2, stride=2),
+        nn.AdaptiveAvgPool3d(2),
+        nn.Flatten(),
+        nn.Linear(16, CLASSES),
+    )
+
+
+class SpatialTransformer(nn.Module):
+    """The image looked at through a grid that the image itself bends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.where = nn.Sequential(nn.Flatten(), nn.Linear(64, 6))
+        self.seen = nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(108, CLASSES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        theta = 0.2 * self.where(x).view(-1, 2, 3) + torch.eye(2, 3, dtype=x.dtype, device=x.device)
+        grid = F.affine_grid(theta, list(x.shape), align_corners=False)
+        return self.seen(F.grid_sample(x, grid, align_corners=False))
+
+
+class FeaturePyramid(nn.Module):
+    """A detector: levels of several sizes, joined from the top down, with class and box heads that all levels share."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.levels = nn.ModuleList(conv3x3(a, b, stride=2) for a, b in pairwise((2, width, width)))
+        self.lateral = nn.ModuleList(nn.Conv2d(width, width, 1) for _ in range(2))
+        self.classes, self.boxes = nn.Conv2d(width, CLASSES, 3, padding=1), nn.Conv2d(width, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        high = F.silu(self.levels[0](x))
+        low = F.silu(self.levels[1](high))
+        low = self.lateral[1](low)
+        high = self.lateral[0](high) + F.interpolate(low, size=high.shape[-2:], mode="nearest")
+        classes = [self.classes(level).flatten(2) for level in (high, low)]
+        boxes = [self.boxes(level).flatten(2) for level in (high, low)]
+        return torch.cat(classes, dim=2), torch.cat(boxes, dim=2)
+
+
+def detection_loss(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    """Every place's class, and the box where there is an object (class 0 is none)."""
+    classes, boxes = output
+    somewhere = (target > 0).to(boxes.dtype)
+    distance = F.smooth_l1_loss(boxes, torch.ones_like(boxes), reduction="none").sum(0)
+    return F.cross_entropy(classes.t(), target) + (distance * somewhere).sum() / somewhere.sum().clamp(min=1)
+
+
+ARCHITECTURES = (
+    Architecture("lenet", lenet, draw_images(1, 8)),
+    Architecture("alexnet", alexnet, draw_images(3, 16)),
+    Architecture("resnet-batch-norm", lambda: bottlenecks(groups=1), draw_images(3, 16)),
+    Architecture("resnext", lambda: bottlenecks(groups=2), draw_images(3, 16)),
+    Architecture("densenet", densenet, draw_images(3, 8)),
+    Architecture("mobilenet", lambda: nn.Sequential(conv3x3(3, 4, 2), InvertedResidual(4, 2), head(4)), draw_images(3, 8)),
+    Architecture("squeeze-excitation", lambda: nn.Sequential(conv3x3(3, 6), SqueezeExcitation(6), head(6)), draw_images(3, 6)),
+    Architecture("convnext", convnext, draw_images(3, 8)),
+    Architecture("inception", Inception, draw_images(3, 6)),
+    Architecture("unet-transposed", lambda: UNet(nn.ConvTranspose2d(4, 4, kernel_size=2, stride=2)), draw_labelled_pixels, pixel_loss),
+    *(Architecture(f"unet-{name}", lambda up=up: UNet(up), draw_labelled_pixels, pixel_loss) for name, up in UPSAMPLINGS.items()),
+    Architecture("super-resolution", SuperResolution, lambda n: (torch.randn(n, 1, 4, 4), torch.randn(n, 1, 8, 8)), F.l1_loss),
+    Architecture("wavenet", CausalConvolutions, draw_tokens_ahead, lambda o, y: F.cross_entropy(o.t(), y)),
+    Architecture("volumes", volumes, lambda n: (torch.randn(n, 1, 7, 7, 7), torch.randint(CLASSES, (n,)))),
+    Architecture("spatial-transformer", SpatialTransformer, draw_images(1, 8)),
+    Architecture(
+        "feature-pyramid", FeaturePyramid, lambda n: (torch.randn(n, 2, 8, 8), torch.randint(CLASSES, (n, 20))), detection_loss
+    ),
+)
