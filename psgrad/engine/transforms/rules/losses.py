@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import torch
 
 from psgrad.engine.transforms.rules.families import aten, wrap_dim
 from psgrad.engine.transforms.rules.registry import Op, define, replace
+from psgrad.engine.transforms.rules.special import no_derivative
 
 
 def _softmax_batch(batch: Any, op: Op, x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
@@ -181,3 +183,74 @@ def _binary_cross_entropy_with_logits(
     softplus = aten.softplus.default(-x)
     loss = (1 - y) * x + (softplus if pos_weight is None else (1 + (pos_weight - 1) * y) * softplus)
     return reduced(loss if weight is None else loss * weight, reduction)
+
+
+# -- connectionist temporal classification ------------------------------------------------------------------------------------------
+
+
+def _ctc_back(
+    out: Any, x: torch.Tensor, targets: Any, input_lengths: Any, target_lengths: Any, blank: int = 0, forgive: bool = False
+) -> Any:
+    losses, log_alpha = out
+    backward = aten._ctc_loss_backward.Tensor if isinstance(input_lengths, torch.Tensor) else aten._ctc_loss_backward.default
+    return lambda gs: (
+        backward(gs[0], x, targets, input_lengths, target_lengths, losses, log_alpha, blank, forgive) if gs[0] is not None else None
+    )
+
+
+def _ctc_backward_back(out: torch.Tensor, g: torch.Tensor, *args: Any) -> Any:
+    """The kernel multiplies each sequence's part with its cotangent: at ones, it says with what."""
+    op = aten._ctc_loss_backward.Tensor if isinstance(args[2], torch.Tensor) else aten._ctc_loss_backward.default
+    return lambda h: (h * op(torch.ones_like(g), *args)).sum([0, 2])
+
+
+def _ctc_folded(batch: Any, args: Any) -> list[Any]:
+    """Log-probabilities [t, b, c], targets [b, s] or all in a row, lengths [b]: the sequences of all samples become one batch."""
+    log_probabilities, targets, *lengths = args
+    rows = batch.physical(log_probabilities).transpose(0, 1).flatten(1, 2)
+    labels = batch.physical(targets).flatten(0, 1)
+    return [rows, labels, *[batch.fold(t) if isinstance(t, torch.Tensor) else list(t) * batch.size for t in lengths]]
+
+
+def _ctc_batch(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
+    return batch.unfold(op(*_ctc_folded(batch, args[:4]), *args[4:], **kwargs))
+
+
+def _ctc_backward_batch(batch: Any, op: Op, g: torch.Tensor, *args: Any) -> torch.Tensor:
+    grad = op(batch.fold(g), *_ctc_folded(batch, args[:4]), *[batch.fold(t) for t in args[4:6]], *args[6:])
+    return grad.unflatten(1, (batch.size, -1)).transpose(0, 1)
+
+
+for _overload in ("default", "Tensor"):
+    define(getattr(aten._ctc_loss, _overload), vjp={0: _ctc_back}, batch=_ctc_batch)
+    define(
+        getattr(aten._ctc_loss_backward, _overload),
+        vjp={0: _ctc_backward_back, **dict.fromkeys((1, 5, 6), no_derivative("aten::_ctc_loss_backward", "log_probs"))},
+        batch=_ctc_backward_batch,
+    )
+
+# -- the chunked linear layer with cross-entropy --------------------------------------------------------------------------------------
+
+
+def _linear_cross_entropy(
+    x: torch.Tensor, layer: torch.Tensor, target: torch.Tensor, bias: Any, weight: Any, reduction: str, ignore_index: int, smoothing: float
+) -> torch.Tensor:
+    """The kernels compute gradients as they go, for the batch as a whole; a sample has few enough logits to have them at once."""
+    logits = aten.linear.default(x, layer, bias)
+    return aten.cross_entropy_loss.default(logits, target, weight, ("none", "mean", "sum").index(reduction), ignore_index, smoothing)
+
+
+_MODULE = "torch.nn.modules.linear_cross_entropy"
+if importlib.util.find_spec(_MODULE) is not None:  # not in older versions of PyTorch
+    importlib.import_module(_MODULE)  # which makes the operators known
+
+    @replace(torch.ops.torch_nn._linear_cross_entropy_batch_chunked.default)
+    def _chunked(x: torch.Tensor, layer: torch.Tensor, target: torch.Tensor, bias: Any, weight: Any, *args: Any) -> Any:
+        unused = x.new_zeros(0)  # the gradients, which its own backward would ask for
+        return _linear_cross_entropy(x, layer, target, bias, weight, *args[:3]), unused, unused, unused
+
+    @replace(torch.ops.torch_nn._linear_cross_entropy_batch_chunked_no_reduction.default)
+    def _chunked_losses(
+        x: torch.Tensor, layer: torch.Tensor, target: torch.Tensor, bias: Any, weight: Any, ignore_index: int, *args: Any
+    ) -> torch.Tensor:
+        return _linear_cross_entropy(x, layer, target, bias, weight, "none", ignore_index, 0.0)
