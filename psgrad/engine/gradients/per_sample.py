@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed, WeightDeferral, deferred_in, oriented
 from psgrad.engine.gradients.layout import Layout
 from psgrad.engine.gradients.norms import square_norms
-from psgrad.engine.gradients.terms import Convolution, Dense, Product, Rows, Term, accumulating
+from psgrad.engine.gradients.terms import Dense, Term, accumulating
 from psgrad.engine.transforms.batching import BatchLevel
 from psgrad.engine.transforms.differentiate import cotangents_and_value
 from psgrad.engine.transforms.vectorize import flat_in_dims, mapped_size
@@ -91,7 +91,7 @@ def _pass(
     def complete(number: int, cotangent: torch.Tensor | None) -> None:
         consume(names[number], _collected(level, params[names[number]], cotangent))
 
-    with level.body():
+    with level.body(attach=False):
         traced = [x if d is None else level.lift(x.movedim(d, 0)) for x, d in zip(flat, dims, strict=True)]
         record = cotangents_and_value(loss, (0,), (dict(params), *tree_unflatten(traced, spec)), {}, has_aux, complete)
         aux = tree_map(lambda x: level.batch.physical(x) if isinstance(x, torch.Tensor) else x, record.aux)
@@ -110,37 +110,19 @@ def _collected(level: BatchLevel, parameter: torch.Tensor, cotangent: torch.Tens
 
 def _merged(terms: Iterable[Placed]) -> list[Placed]:
     """Terms of one kind and layout as one: more positions of the same product. What is left over has cross terms of its own."""
-    merged: list[Placed] = []
-    for placed in terms:
-        for place, other in enumerate(merged):
-            joined = _joined(other, placed)
-            if joined is not None:
-                merged[place] = joined
-                break
-        else:
-            merged.append(placed)
-    return merged
+    groups: dict[Any, list[Placed]] = {}
+    for placed in map(_upright, terms):
+        groups.setdefault((placed.layout, placed.term.kin()), []).append(placed)
+    return [
+        Placed(first.term.plus([placed.term for placed in others]), first.layout) if others else first for first, *others in groups.values()
+    ]
 
 
-def _joined(a: Placed, b: Placed) -> Placed | None:
-    x, y = a.term, b.term
-    if isinstance(x, Dense) and isinstance(y, Dense) and x.shape == y.shape and a.layout == b.layout:
-        return Placed(Dense(x.value + y.value), a.layout)
-    if isinstance(x, Convolution) and isinstance(y, Convolution) and a.layout == b.layout and x.geometry == y.geometry:
-        if x.inputs.shape[2:] == y.inputs.shape[2:] and x.cotangents.shape[2:] == y.cotangents.shape[2:]:
-            return Placed(
-                Convolution(torch.cat([x.cotangents, y.cotangents], 1), torch.cat([x.inputs, y.inputs], 1), x.weight_shape, x.geometry),
-                a.layout,
-            )
-        return None
-    left, right = oriented(a), oriented(b)
-    if isinstance(left, Product) and isinstance(right, Product) and left.shape == right.shape:
-        term = Product(torch.cat([left.left, right.left], 2), torch.cat([left.right, right.right], 2))
-        layout = Layout.identity(term.shape).reshape(a.layout.shape)
-        return Placed(term, layout) if layout is not None else None
-    if isinstance(left, Rows) and isinstance(right, Rows) and left.shape == right.shape and a.layout == b.layout:
-        return Placed(Rows(torch.cat([left.index, right.index], 1), torch.cat([left.rows, right.rows], 1), left.count), a.layout)
-    return None
+def _upright(placed: Placed) -> Placed:
+    """The same with its elements in the parameter's order where that costs nothing, so that a weight and its transpose meet."""
+    term = oriented(placed)
+    layout = Layout.identity(term.shape).reshape(placed.layout.shape) if term is not None else None
+    return Placed(term, layout) if term is not None and layout is not None else placed
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from psgrad.engine.transforms import diagnostics
-from psgrad.engine.transforms.levels import Level, Tracer, innermost, interpret, map_tracers, state, strides_of
+from psgrad.engine.transforms.levels import Level, Tracer, innermost, interpret, map_tracers, meet, state, strides_of
 from psgrad.engine.transforms.operators import Op, aten, facts, is_random, out_of_place, refuse_mutation
 from psgrad.engine.transforms.rules.registry import batching_rule, decompose, shared_draw
 from psgrad.errors import TransformError
@@ -51,6 +51,8 @@ class BatchTracer(Tracer):
     @staticmethod
     def __new__(cls, value: Any, level: BatchLevel) -> BatchTracer:
         if isinstance(value, torch.Tensor):
+            if value.requires_grad:
+                meet(value)
             shape, strides = value.shape[1:], strides_of(value)[1:]
             tracer = torch.Tensor._make_wrapper_subclass(
                 cls, shape, strides=strides, storage_offset=0, dtype=value.dtype, device=value.device
@@ -81,8 +83,8 @@ class BatchLevel(Level):
         self.batch = Batch(self)
 
     @contextmanager
-    def body(self, grad_mode: bool | None = None) -> Iterator[Level]:
-        with super().body(grad_mode):
+    def body(self, grad_mode: bool | None = None, *, attach: bool = True) -> Iterator[Level]:
+        with super().body(grad_mode, attach=attach):
             try:
                 yield self
             except ValueError as error:

@@ -7,19 +7,20 @@ the operator that made it; a write through a view writes the base, and a view wh
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from typing import Any, ClassVar, Self
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 
 from psgrad.engine.transforms import diagnostics
-from psgrad.engine.transforms.levels import Level, Tracer, in_pieces, interpret, map_tracers, strides_of
+from psgrad.engine.transforms.levels import Level, Tracer, in_pieces, interpret, map_tracers, meet, strides_of
 from psgrad.engine.transforms.operators import Op, aten, facts, out_of_place, refuse_mutation
 from psgrad.engine.transforms.rules.registry import DerivativeRule, decompose, derivative_rule, is_composite, is_constant
 from psgrad.engine.transforms.rules.views import write_through
 from psgrad.errors import TransformError
 
 Position = int | tuple[int, int]  # of an argument, or of an item of an argument that is a list
+births = itertools.count()
 
 
 class DerivativeTracer(Tracer):
@@ -31,6 +32,8 @@ class DerivativeTracer(Tracer):
     view_of: tuple[DerivativeTracer, Op, tuple[Any, ...], dict[str, Any], int | None] | None
     writes: int  # how often this tracer was written to
     writes_seen: int  # the base's `writes` when this view was taken
+    born: int  # a number that grows
+    read_by: str | None = None  # the function that reads it and will run again: no more writes
 
     @classmethod
     def hold(cls, value: torch.Tensor, level: DerivativeLevel) -> Self:
@@ -38,9 +41,12 @@ class DerivativeTracer(Tracer):
         tracer = torch.Tensor._make_wrapper_subclass(
             cls, value.shape, strides=strides_of(value), storage_offset=0, dtype=value.dtype, device=value.device
         )
+        if value.requires_grad:
+            meet(value)
         tracer.value, tracer.level = value, level
         tracer.view_of = None
         tracer.writes = tracer.writes_seen = 0
+        tracer.born = next(births)
         return tracer  # type: ignore[no-any-return]
 
     def __init__(self, *args: Any) -> None:
@@ -65,6 +71,7 @@ class DerivativeLevel(Level):
 
     adopts = True
     tracer: ClassVar[type[DerivativeTracer]]
+    reads: Reads | None = None  # while a function runs that will run again
 
     def constant(self, value: torch.Tensor) -> DerivativeTracer:
         raise NotImplementedError
@@ -110,11 +117,13 @@ class DerivativeLevel(Level):
 
     def process(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operator = facts(op)
+        if self.reads is not None:
+            self.reads.note(tensors_in(args, kwargs))
         if operator.mutated or operator.mutated_kwargs:
             return self._in_place(op, args, kwargs)
-        inputs = self._inputs(args)
+        inputs = self.inputs(args)
         by_keyword = any(self.owns(v) and v.varies for v in kwargs.values())
-        follows = (inputs or by_keyword) and not is_constant(op)
+        follows = (inputs or by_keyword) and not is_constant(op) and (self.reads is None or self.reads.follows)
         if follows:
             follows = self.is_on()
             if name := diagnostics.running_autograd_function(inside=torch.is_grad_enabled()):
@@ -138,7 +147,8 @@ class DerivativeLevel(Level):
             return custom
         return self.remember_views(op, args, kwargs, self.apply(rule, op, self.unwrap(args), self.unwrap(kwargs), inputs))
 
-    def _inputs(self, args: tuple[Any, ...]) -> list[tuple[Position, Any]]:
+    def inputs(self, args: tuple[Any, ...]) -> list[tuple[Position, Any]]:
+        """The tracers of this level with a derivative among an operator's arguments, each with its position."""
         found: list[tuple[Position, Any]] = []
         for position, argument in enumerate(args):
             if isinstance(argument, DerivativeTracer):
@@ -213,6 +223,12 @@ class DerivativeLevel(Level):
         raise NotImplementedError
 
     def _write(self, target: Any, new: Any) -> None:
+        if target.read_by is not None:
+            raise TransformError(
+                f"an in-place operator writes into a value that {target.read_by} reads{diagnostics.where()}",
+                cause="the function runs again for its gradient, and would then read the new value",
+                next_step="write into a clone, or pass the value as an argument",
+            )
         if target.view_of is not None:
             base, op, rest, kwargs, output = target.view_of
             written = write_through(op, base, new, rest, kwargs, output)
@@ -222,6 +238,15 @@ class DerivativeLevel(Level):
             target.writes_seen = base.writes
         target.become(new)
         target.writes += 1
+
+
+class Reads(Protocol):
+    """Who watches what a function reads of a level's values (see checkpoint.py)."""
+
+    follows: bool  # whether derivatives are followed meanwhile
+
+    def note(self, tensors: Iterable[Any]) -> None:
+        """Told of the tensors that an operator is given."""
 
 
 def tensors_in(args: Any, kwargs: Any) -> Iterator[torch.Tensor]:

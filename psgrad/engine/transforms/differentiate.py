@@ -83,7 +83,7 @@ def cotangents_and_value(
         # what only the function's last lines needed must not live on through the pass back
         del traced, leaves, out
     seeds = [(end, torch.ones((), dtype=value.dtype, device=value.device))] if end is not None else []
-    cotangents = pull_back(seeds, [start.node for start in starts], keep=False, consume=consume)
+    cotangents = pull_back(seeds, [start.node for start in starts], keep=False, attached=level.attached, consume=consume)
     return Gradients(cotangents, primals, specs, value, aux)
 
 
@@ -124,7 +124,7 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
                     expected="cotangents shaped like the outputs",
                 )
         level.check_unchanged()
-        found = pull_back(list(zip(ends, given, strict=True)), [start.node for start in starts], keep=True)
+        found = pull_back(list(zip(ends, given, strict=True)), [start.node for start in starts], keep=True, attached=level.attached)
         gradients = [_zeros_like(x) if g is None else g for g, x in zip(found, primals_flat, strict=True)]
         return tuple(_unflatten(gradients, specs))
 

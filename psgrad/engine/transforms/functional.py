@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -50,8 +51,8 @@ def functional_call(
 def stack_module_state(models: Sequence[nn.Module]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The parameters and the buffers of models of one class, each stacked along a new first axis: an ensemble for `vmap`.
 
-    Returns (name -> [models, *shape] parameters, the same for buffers), as torch.func's: new leaves that require a gradient where all of the
-    models' own do.
+    Returns (name -> [models, *shape] parameters, the same for buffers), as torch.func's: new leaves that require a gradient where
+    the models' own do.
     """
     models = list(models)
     if not models:
@@ -151,14 +152,40 @@ def swapped(slots: Sequence[Slot], values: Mapping[str, torch.Tensor]) -> Iterat
     recurrent = [s.owner for s in slots if "_flat_weights_names" in s.owner.__dict__]  # they keep a second list of their weights
     own_lists = [(layer, layer.__dict__["_flat_weights"]) for layer in recurrent]
     own_values = [slot.store[slot.key] for slot in slots]
+    before = current_swaps()
     try:
+        _running.swaps = (*before, (slots, values))
         for slot in slots:
             slot.store[slot.key] = values[slot.name]
         for layer in recurrent:
             layer.__dict__["_flat_weights"] = [getattr(layer, n) if n is not None else None for n in layer.__dict__["_flat_weights_names"]]
         yield
     finally:
+        _running.swaps = before
         for slot, value in zip(slots, own_values, strict=True):
             slot.store[slot.key] = value
         for layer, weights in own_lists:
             layer.__dict__["_flat_weights"] = weights
+
+
+Swaps = tuple[tuple[Sequence[Slot], Mapping[str, torch.Tensor]], ...]
+
+
+class _Running(threading.local):
+    swaps: Swaps = ()
+
+
+_running = _Running()
+
+
+def current_swaps() -> Swaps:
+    """What is swapped in now, for a function that will run again when it no longer is."""
+    return _running.swaps
+
+
+@contextmanager
+def swapped_again(swaps: Swaps) -> Iterator[None]:
+    with ExitStack() as exits:
+        for slots, values in swaps:
+            exits.enter_context(swapped(slots, values))
+        yield

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from psgrad.engine.transforms.differentiate import Argnums, positions_of, split_aux, vjp
 from psgrad.engine.transforms.pushforward import jvp
@@ -29,8 +29,9 @@ def jacrev(
         argnums: the positional argument(s) to differentiate; each a pytree of real floating-point tensors.
         chunk_size: at most so many elements of the output at a time; 1 goes one by one, without vmap.
 
-    Returns a function of the same arguments. Its result has the structure of the output, and in the place of each tensor the structure of
-    the argument (a tuple of such for a tuple of argnums), of tensors of shape [*output, *argument]; with `has_aux` the pair (Jacobian, aux).
+    Returns a function of the same arguments. Its result has the structure of the output, and in the place of each tensor the
+    structure of the argument (a tuple of such for a tuple of argnums), of tensors of shape [*output, *argument]; with `has_aux` the
+    pair (Jacobian, aux).
     """
     if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size <= 0):
         raise TransformError(f"jacrev: `chunk_size` should be greater than 0. (got {chunk_size})")
@@ -61,8 +62,8 @@ def jacfwd(
 ) -> Callable[..., Any]:
     """The Jacobian of `func` by forward mode: one pass forward for all elements of the arguments at once.
 
-    As `jacrev`, which is the cheaper one where the output has fewer elements than the arguments. `randomness` is vmap's; `chunk_size` limits
-    how many elements of the arguments go at a time.
+    As `jacrev`, which is the cheaper one where the output has fewer elements than the arguments. `randomness` is vmap's; `chunk_size`
+    limits how many elements of the arguments go at a time.
     """
 
     def jacobian(*args: Any, **kwargs: Any) -> Any:

@@ -25,7 +25,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
 
 from psgrad.engine.transforms import diagnostics
-from psgrad.engine.transforms.operators import RANDOM_COMPOSITES, Op, is_random
+from psgrad.engine.transforms.operators import RANDOM_COMPOSITES, Op, facts, is_random, refuse_mutation
 from psgrad.errors import TransformError
 
 
@@ -36,6 +36,16 @@ class _State(threading.local):
         # True while a cotangent is computed for a value that no sample axis has touched: only there may a
         # contraction over the sample axis be put off (see Deferral in batching.py).
         self.cotangent_is_shared = False
+        # PyTorch's own autograd, where the outermost transform was called with recording on: how its layer of the dispatcher
+        # was set, and whether a tensor that requires a gradient has been met since.
+        self.outside: tuple[Any, Any] | None = None
+        self.attached = False
+        # Whether conjugates and negatives that are only marked, not carried out, may be among the values traced.
+        self.marked = False
+        # Memory that a function with rules of its own (see calls.py) may read and not write: it is computed with again.
+        self.read_only: frozenset[int] = frozenset()
+        # Told of each generator that draws: those who will run a function again with the same draws.
+        self.draws: tuple[Callable[[Any], None], ...] = ()
 
 
 state = _State()
@@ -53,6 +63,8 @@ class Tracer(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, op: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if state.marked:
+            heed_marks()
         return interpret(op, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -88,6 +100,8 @@ def innermost(value: Any) -> Any:
 
 def strides_of(value: torch.Tensor) -> tuple[int, ...]:
     """The strides of a value that is to be traced."""
+    if value.dtype.is_complex or value.is_neg():
+        state.marked = True
     try:
         return value.stride()
     except RuntimeError as error:
@@ -98,16 +112,30 @@ def strides_of(value: torch.Tensor) -> tuple[int, ...]:
         ) from error
 
 
+_MARKS = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative)
+
+
+def heed_marks() -> None:
+    """Let kernels that we call see conjugates and negatives carried out.
+
+    PyTorch switches that off while it hands us an operator (and back on by itself when we are done): what is marked so would be
+    taken for what it is marked from, without a word.
+    """
+    for mark in _MARKS:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(mark, False)
+
+
 class Level:
     """One active transform. Subclasses say what it does at one operator."""
 
     # Whether it has a say in operators without any tracer: they make tensors that traced values may be written into.
-    adopts: ClassVar[bool] = False
+    adopts: bool = False
 
     def __init__(self) -> None:
         self.index = 0
         self.id = next(_level_ids)
         self.alive = False
+        self.attached = False  # whether PyTorch's autograd followed what the function was given
 
     def process(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
@@ -121,9 +149,14 @@ class Level:
         return False
 
     @contextmanager
-    def body(self, grad_mode: bool | None = None) -> Iterator[Level]:
-        """Run the user's function inside: `with level.body(): out = f(*tracers)`. Leaves no trace behind, whatever happens."""
+    def body(self, grad_mode: bool | None = None, *, attach: bool = True) -> Iterator[Level]:
+        """Run the user's function inside: `with level.body(): out = f(*tracers)`. Leaves no trace behind, whatever happens.
+
+        attach: whether PyTorch's autograd may differentiate the result, where the function meets tensors that require a gradient.
+        """
         with ExitStack() as exits:
+            if not state.stack:
+                exits.enter_context(_attachable(attach and torch.is_grad_enabled()))
             exits.enter_context(torch.inference_mode(False))
             if grad_mode is not None:
                 exits.enter_context(torch.set_grad_enabled(grad_mode))
@@ -143,18 +176,33 @@ class Level:
         try:
             yield self
         finally:
-            self.alive = False
+            self.alive, self.attached = False, state.attached
             state.stack.remove(self)
+            if not state.stack:
+                state.marked = False
 
 
 @contextmanager
-def below_autograd() -> Iterator[None]:
-    """Operators go past PyTorch's autograd: nothing is recorded, and composite operators stay whole."""
-    guard = torch._C._AutoDispatchBelowAutograd()
+def _attachable(recording: bool) -> Iterator[None]:
+    """For the outermost transform: note how the dispatcher was set around it."""
+    before = state.outside, state.attached
+    state.outside = (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()) if recording else None
+    state.attached = False
     try:
         yield
     finally:
-        del guard
+        state.outside, state.attached = before
+
+
+def meet(value: Any) -> None:
+    """Take note of a plain tensor that autograd follows; called for each that a tracer is made of or an operator is given."""
+    if value.requires_grad and state.outside is not None:
+        state.attached = True
+
+
+def below_autograd() -> Any:
+    """Operators go past PyTorch's autograd and its bookkeeping of views: nothing is recorded, and composite operators stay whole."""
+    return torch._C._AutoDispatchBelowADInplaceOrView()
 
 
 class _SlowPaths:
@@ -203,7 +251,10 @@ class _Interpreter(TorchDispatchMode):
         super().__exit__(*error)
 
     def __torch_dispatch__(self, op: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        heed_marks()
         kwargs = kwargs or {}
+        if state.read_only:
+            _refuse_writes(op, args, kwargs)
         if _top_level(args, kwargs) is not None or not state.stack:
             return interpret(op, args, kwargs)
         if op in RANDOM_COMPOSITES:
@@ -211,7 +262,65 @@ class _Interpreter(TorchDispatchMode):
         if is_random(op, args, kwargs):
             return interpret(op, args, kwargs)
         adopter = next((level for level in reversed(state.stack) if level.adopts), None)
+        if state.attached:
+            with Attached():
+                return op(*args, **kwargs) if adopter is None else adopter.process_untraced(op, args, kwargs)
         return op(*args, **kwargs) if adopter is None else adopter.process_untraced(op, args, kwargs)
+
+
+class Attached(TorchDispatchMode):
+    """While rules run: operators on plain tensors alone are recorded by PyTorch's autograd, as it was set outside of all transforms."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, op: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _top_level(args, kwargs) is not None or state.outside is None:
+            return interpret(op, args, kwargs)
+        with torch._C._ForceDispatchKeyGuard(*state.outside):
+            return op(*args, **kwargs)
+
+
+@contextmanager
+def users_program() -> Iterator[None]:
+    """While the pass back runs a function of the user's: as in a level's body, its operators are seen, also those without tracers."""
+    with ExitStack() as exits:
+        exits.enter_context(_slow_paths)
+        if not isinstance(_get_current_dispatch_mode(), _Interpreter):
+            exits.enter_context(_Interpreter())
+        yield
+
+
+@contextmanager
+def read_only(values: Iterable[Any]) -> Iterator[None]:
+    """Values that a function of the user's must leave as they are, as they, or their memory, are used elsewhere."""
+    before = state.read_only
+    state.read_only = before | {_memory(x) for x in values if isinstance(x, torch.Tensor)}
+    try:
+        yield
+    finally:
+        state.read_only = before
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    value = innermost(tensor)
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else id(value)
+
+
+def _refuse_writes(op: Op, args: Any, kwargs: dict[str, Any]) -> None:
+    operator = facts(op)
+    for target in [
+        *(args[position] for position in operator.mutated),
+        *(kwargs[name] for name in operator.mutated_kwargs if name in kwargs),
+    ]:
+        if isinstance(target, torch.Tensor) and _memory(target) in state.read_only:
+            refuse_mutation(
+                op,
+                "an argument of a function with a derivative of its own (custom_vjp, checkpoint, autograd.Function), or a cotangent",
+                "the function's derivative is computed with the same tensor",
+            )
 
 
 def in_pieces(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -236,10 +345,19 @@ def interpret(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], below: Leve
     `below`: only levels under this one are asked; a level passes itself here to go one floor down.
     """
     level = _top_level(args, kwargs)
+    if state.attached:
+        with Attached():
+            return _hand_on(level, op, args, kwargs, below)
+    return _hand_on(level, op, args, kwargs, below)
+
+
+def _hand_on(level: Level | None, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], below: Level | None) -> Any:
     if level is _DEAD:
-        args, kwargs = map_tracers(_resurrect, args), map_tracers(_resurrect, kwargs)
+        args, kwargs = map_tracers(resurrect, args), map_tracers(resurrect, kwargs)
         return interpret(op, args, kwargs, below) if _top_level(args, kwargs) is not None else op(*args, **kwargs)
     if is_random(op, args, kwargs):
+        for told in state.draws:
+            told(kwargs.get("generator"))
         for candidate in reversed(state.stack):
             if level is not None and candidate.index <= level.index:
                 break
@@ -265,6 +383,8 @@ def _top_level(args: Any, kwargs: dict[str, Any]) -> Level | None:
                 continue
             level = inner
         else:
+            if isinstance(argument, torch.Tensor) and argument.requires_grad:
+                meet(argument)
             continue
         if not level.alive:
             return _DEAD  # type: ignore[no-any-return]
@@ -285,7 +405,8 @@ def map_tracers(function: Callable[[Any], Any], tree: Any) -> Any:
     return tree
 
 
-def _resurrect(tensor: torch.Tensor) -> torch.Tensor:
+def resurrect(tensor: torch.Tensor) -> torch.Tensor:
+    """What a tracer stands for on the floors that are left, if its transform has ended."""
     while isinstance(tensor, Tracer) and not tensor.level.alive:
         tensor = tensor.below()
     return tensor

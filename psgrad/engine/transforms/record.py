@@ -10,12 +10,12 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
-from psgrad.engine.transforms.levels import below_autograd, rules_only, state
+from psgrad.engine.transforms.levels import Attached, below_autograd, rules_only, state
 from psgrad.engine.transforms.operators import aten
 
 _sequence = itertools.count()
@@ -55,12 +55,14 @@ def pull_back(
     leaves: Sequence[Node | None],
     *,
     keep: bool,
+    attached: bool = False,
     consume: Callable[[int, torch.Tensor | None], None] | None = None,
 ) -> list[torch.Tensor | None]:
     """Cotangents of `leaves`, given those of some results. None stands for zero.
 
     seeds: places in the record (anything with `node` and `output`), each with its cotangent.
     keep: whether the record is needed again; otherwise its closures are dropped as the pass goes, and memory with them.
+    attached: whether PyTorch's autograd is to record the pass, where it records at all.
     consume: told the number and the cotangent of each leaf as soon as nothing more will be added to it, in place of returning
         them all at the end: then at no time do all of them exist.
     """
@@ -89,7 +91,11 @@ def pull_back(
     wanted = {node for node in leaves if node is not None}
     numbers = {node: number for number, node in enumerate(leaves) if node is not None}
     uses = _count_uses([place.node for place, _ in seeds], wanted) if consume is not None else {}
-    with below_autograd(), rules_only(), _cotangents_of_shared_values() as shared:
+    with (
+        _recording(attached or state.attached or any(c is not None and c.requires_grad for _, c in seeds)),
+        rules_only(),
+        _cotangents_of_shared_values() as shared,
+    ):
         for place, cotangent in seeds:
             if place.node is not None:
                 add(place.node, place.output, cotangent)
@@ -125,6 +131,12 @@ def pull_back(
                 consume(number, finished.get(leaf))
         return []
     return [finished.get(node) if node is not None else None for node in leaves]
+
+
+def _recording(attached: bool) -> Any:
+    if not attached:
+        return below_autograd()
+    return Attached() if state.stack else nullcontext()
 
 
 def _count_uses(ends: Sequence[Node | None], wanted: set[Node]) -> dict[Node, int]:

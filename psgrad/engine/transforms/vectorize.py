@@ -70,12 +70,13 @@ def _run(
     name: str,
 ) -> Any:
     level = BatchLevel(size, randomness)
+    in_front = [x.movedim(d, 0) if d else x for x, d in zip(flat, dims, strict=True)]
     with level.body():
-        traced = [x if d is None else level.lift(x.movedim(d, 0) if d else x) for x, d in zip(flat, dims, strict=True)]
+        traced = [x if d is None else level.lift(x) for x, d in zip(in_front, dims, strict=True)]
         out = func(*tree_unflatten(traced, spec), **kwargs)
-        flat_out, out_spec = tree_flatten(out)
-        places = _broadcast_prefix(out_dims, out, out_spec, name)
-        physical = [_leave(level, x, d, name) for x, d in zip(flat_out, places, strict=True)]
+    flat_out, out_spec = tree_flatten(out)
+    places = _broadcast_prefix(out_dims, out, out_spec, name)
+    physical = [_leave(level, x, d, name) for x, d in zip(flat_out, places, strict=True)]
     return tree_unflatten(physical, out_spec)
 
 

@@ -204,13 +204,6 @@ def test_nested(name: str) -> None:
     same(nestings(grad, vmap, vjp)[name](m), theirs)
 
 
-def test_ours_and_torch_func_are_not_mixed_up() -> None:
-    """The outer autograd sees nothing of what goes on inside."""
-    x = torch.randn(3, requires_grad=True)
-    gradient = grad(lambda x: (x * x).sum())(x)
-    assert not gradient.requires_grad
-
-
 # -- vmap -------------------------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,214 @@
+"""jvp, linearize, jacrev, jacfwd, hessian and stack_module_state, held against torch.func."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._pytree import tree_flatten
+
+from psgrad.engine import transforms
+from psgrad.engine.transforms import hessian, jacfwd, jacrev, jvp, linearize, stack_module_state, vmap
+from psgrad.errors import TransformError
+
+W = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(4, 3).cos() * 2
+X = torch.tensor([0.3, -0.8, 0.5], dtype=torch.float64)
+T = torch.tensor([1.0, -2.0, 0.7], dtype=torch.float64)
+
+
+def same(one: Any, other: Any) -> None:
+    (ours, our_spec), (theirs, their_spec) = tree_flatten(one), tree_flatten(other)
+    assert our_spec == their_spec
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def vector(x: Tensor) -> Tensor:
+    return torch.tanh(W @ x) * x.sum() + functional.layer_norm(W @ x, (4,))
+
+
+def number(x: Tensor) -> Tensor:
+    return vector(x).square().sum()
+
+
+def smooth(x: Tensor) -> Tensor:
+    return torch.tanh(W @ x) * x.sum() + functional.softmax(W @ x, 0)
+
+
+def tree(d: dict[str, Tensor], y: Tensor) -> dict[str, Any]:
+    return {"a": d["w"] @ y, "b": (torch.sin(d["c"]) * y, d["w"].sum())}
+
+
+def writes(x: Tensor) -> Tensor:
+    y = x * 2
+    y[0] = x[1]
+    z = y.view(3, 1)
+    z.mul_(x[0])
+    y.relu_()
+    return y.sum() + z.square().sum()
+
+
+D = {"w": W, "c": T}
+
+PROGRAMS: dict[str, Callable[[Any], Any]] = {
+    "jvp": lambda tf: tf.jvp(vector, (X,), (T,)),
+    "jvp of two": lambda tf: tf.jvp(tree, (D, X), ({"w": W.sin(), "c": X}, T)),
+    "jvp with aux": lambda tf: tf.jvp(lambda x: (vector(x), x * 2), (X,), (T,), has_aux=True),
+    "jvp of a constant": lambda tf: tf.jvp(lambda x: W, (X,), (T,)),
+    "jvp under no_grad": lambda tf: tf.jvp(torch.no_grad()(vector), (X,), (T,)),
+    "jvp of writes": lambda tf: tf.jvp(writes, (X,), (T,)),
+    "jvp of jvp": lambda tf: tf.jvp(lambda x: tf.jvp(smooth, (x,), (T,))[1], (X,), (T,)),
+    "jvp of grad": lambda tf: tf.jvp(tf.grad(number), (X,), (T,)),
+    "grad of jvp": lambda tf: tf.grad(lambda x: tf.jvp(writes, (x,), (T,))[1])(X),
+    "jvp with perturbations apart": lambda tf: tf.jvp(lambda x: x * tf.jvp(lambda y: x * y, (X,), (T,))[1], (X,), (T,)),
+    "vmap of jvp": lambda tf: tf.vmap(lambda x, t: tf.jvp(vector, (x,), (t,)))(W, W.flip(0)),
+    "vmap of jvp over tangents": lambda tf: tf.vmap(lambda t: tf.jvp(vector, (X,), (t,))[1])(W),
+    "jvp of vmap": lambda tf: tf.jvp(tf.vmap(vector), (W,), (W.sin(),)),
+    "linearize": lambda tf: tf.linearize(vector, X)[1](T),
+    "linearize of two": lambda tf: tf.linearize(tree, D, X)[1]({"w": W.sin(), "c": X}, T),
+    "value of linearize": lambda tf: tf.linearize(vector, X)[0],
+    "jacrev": lambda tf: tf.jacrev(vector)(X),
+    "jacrev of aux": lambda tf: tf.jacrev(lambda x: (vector(x), {"twice": x * 2}), has_aux=True)(X),
+    "jacrev by ones": lambda tf: tf.jacrev(tree, 1, chunk_size=1)(D, X),
+    "jacrev by threes": lambda tf: tf.jacrev(tree, (0, 1), chunk_size=3)(D, X),
+    "jacrev of a tree in a tree": lambda tf: tf.jacrev(tree)(D, X),
+    "jacrev in both": lambda tf: tf.jacrev(tree, (1, 0))(D, X),
+    "jacfwd": lambda tf: tf.jacfwd(vector)(X),
+    "jacfwd of aux": lambda tf: tf.jacfwd(lambda x: (vector(x), {"twice": x * 2}), has_aux=True)(X),
+    "jacfwd of a tree in a tree": lambda tf: tf.jacfwd(tree)(D, X),
+    "jacfwd in both": lambda tf: tf.jacfwd(tree, (1, 0))(D, X),
+    "jacfwd of a constant": lambda tf: tf.jacfwd(lambda x: W)(X),
+    "hessian": lambda tf: tf.hessian(number)(X),
+    "hessian in both": lambda tf: tf.hessian(lambda a, b: (a * b.sum() * a).sum() * b[0], (0, 1))(X, T),
+    "jacrev(jacrev)": lambda tf: tf.jacrev(tf.jacrev(number))(X),
+    "jacrev(jacfwd)": lambda tf: tf.jacrev(tf.jacfwd(smooth))(X),
+    "jacfwd(jacfwd)": lambda tf: tf.jacfwd(tf.jacfwd(smooth))(X),
+    "vmap(hessian)": lambda tf: tf.vmap(tf.hessian(number))(W),
+    "vmap(jacrev)": lambda tf: tf.vmap(tf.jacrev(vector))(W),
+    "vmap(jacfwd)": lambda tf: tf.vmap(tf.jacfwd(vector))(W),
+    "third": lambda tf: tf.jacfwd(tf.hessian(lambda x: x.prod().sin()))(X),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_as_torch_func(name: str) -> None:
+    same(PROGRAMS[name](transforms), PROGRAMS[name](torch.func))
+
+
+def test_negative_argnums_count_from_the_end() -> None:
+    """torch.func.jacfwd gives zeros for them."""
+    same(jacfwd(tree, -1)(D, X), torch.func.jacfwd(tree, 1)(D, X))
+    same(jacrev(tree, -1)(D, X), torch.func.jacrev(tree, 1)(D, X))
+
+
+def test_forward_over_forward_through_a_layer_norm() -> None:
+    """torch.func's are wrong there (its derivative of a layer norm's statistics has none of its own): reverse over reverse is not."""
+    same(jacfwd(jacfwd(number))(X), torch.func.jacrev(torch.func.jacrev(number))(X))
+    same(jacrev(jacfwd(number))(X), torch.func.jacrev(torch.func.jacrev(number))(X))
+
+
+def test_keyword_arguments_pass_through() -> None:
+    same(jacrev(lambda x, *, k: vector(x) * k)(X, k=T.sum()), jacfwd(lambda x, *, k: vector(x) * k)(X, k=T.sum()))
+
+
+@pytest.mark.parametrize("heads_of_keys", [2, 4])
+def test_second_derivatives_and_tangents_of_fused_attention(heads_of_keys: int) -> None:
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 4, 3, 2, dtype=torch.float64), torch.randn(2, heads_of_keys, 3, 2, dtype=torch.float64)
+    mask = torch.tensor([[True, False, True], [True, True, False], [False, True, True]])
+
+    def attend(q: Tensor, k: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(q, k, k.cos(), mask, enable_gqa=heads_of_keys != 4).square()
+
+    def expected(tf: Any) -> list[Any]:
+        return [
+            tf.jvp(attend, (q, k), (q.cos(), k.sin())),
+            tf.grad(lambda q, k: tf.grad(lambda q, k: attend(q, k).sum(), 1)(q, k).square().sum(), (0, 1))(q, k),
+        ]
+
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        theirs = expected(torch.func)
+    same(expected(transforms), theirs)
+    value, push = linearize(attend, q, k)
+    same((value, push(q.cos(), k.sin())), theirs[0])
+
+
+def test_linearize_runs_the_function_once() -> None:
+    runs = []
+
+    def counted(x: Tensor) -> Tensor:
+        runs.append(1)
+        return vector(x)
+
+    _, push = linearize(counted, X)
+    first, second = push(T), push(X)
+    same((first, second), (jvp(vector, (X,), (T,))[1], jvp(vector, (X,), (X,))[1]))
+    assert len(runs) == 1
+
+
+def test_an_aux_of_any_kind() -> None:
+    assert jvp(lambda x: (x, "word"), (X,), (T,), has_aux=True)[2] == "word"
+    assert jacrev(lambda x: (x, {"a": None, "b": 3}), has_aux=True)(X)[1] == {"a": None, "b": 3}
+    assert jacfwd(lambda x: (x, {"a": None, "b": 3}), has_aux=True)(X)[1] == {"a": None, "b": 3}
+
+
+def test_complex_tangents() -> None:
+    z, t = torch.complex(X, T), torch.complex(T, X)
+    for function in (
+        torch.sin,
+        lambda z: z.conj() * z,
+        torch.abs,
+        lambda z: torch.view_as_real(z),
+        lambda z: (z**3).real,
+        lambda z: z / (1 + z * z),
+    ):
+        same(jvp(function, (z,), (t,)), torch.func.jvp(function, (z,), (t,)))
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "primals in a list": (lambda: jvp(vector, [X], (T,)), "Expected primals to be a tuple"),
+    "tangents of another structure": (lambda: jvp(vector, (X,), (T, T)), "same python structure"),
+    "tangents of another shape": (lambda: jvp(vector, (X,), (T[:2],)), "a tangent of shape (2,)"),
+    "integer primals": (lambda: jvp(vector, (X.long(),), (T.long(),)), "primals hold a tensor of dtype torch.int64"),
+    "no primals": (lambda: jvp(lambda: X, (), ()), "at least one Tensor"),
+    "strict": (lambda: jvp(lambda x: W, (X,), (T,), strict=True), "does not depend on the primals"),
+    "no tensor comes out": (lambda: jvp(lambda x: 3.0, (X,), (T,)), "f returned a float"),
+    "linearize with a missing tangent": (lambda: linearize(tree, D, X)[1](D), "the structure of the primals"),
+    "chunks of none": (lambda: jacrev(vector, chunk_size=0), "chunk_size"),
+    "complex output": (lambda: jacrev(lambda x: torch.complex(x, x))(X), "expected: real floating-point outputs"),
+    "complex input": (lambda: jacfwd(lambda x: x.abs())(torch.complex(X, X)), "expected: real floating-point inputs"),
+    "argnums out of range": (lambda: jacrev(vector, 3)(X), "only 1 positional inputs"),
+    "no model": (lambda: stack_module_state([]), "at least one model"),
+    "models of two kinds": (lambda: stack_module_state([nn.Linear(2, 2), nn.Tanh()]), "same class"),
+    "models in two modes": (lambda: stack_module_state([nn.Linear(2, 2), nn.Linear(2, 2).eval()]), "same training/eval mode"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    call, words = REFUSED[name]
+    with pytest.raises(TransformError) as caught:
+        call()
+    assert words in str(caught.value)
+
+
+def test_stack_module_state() -> None:
+    models = [nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).double() for _ in range(4)]
+    for ours, theirs in zip(stack_module_state(models), torch.func.stack_module_state(models), strict=True):
+        same(ours, theirs)
+        assert all(ours[name].requires_grad == theirs[name].requires_grad and ours[name].is_leaf for name in theirs)
+
+
+def test_memory_formats_of_tangents_do_not_matter() -> None:
+    """A view of a value need not be one of its tangent."""
+    x = torch.randn(2, 3, 4, dtype=torch.float64)
+    t = torch.randn(4, 3, 2, dtype=torch.float64).permute(2, 1, 0)
+    same(jvp(lambda x: x.view(6, 4).unsqueeze(0).squeeze(0), (x,), (t,))[1], t.reshape(6, 4))
+
+
+def test_hessians_of_samples() -> None:
+    same(vmap(hessian(number))(W), torch.stack([torch.autograd.functional.hessian(number, row) for row in W]))
