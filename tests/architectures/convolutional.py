@@ -334,7 +334,5 @@ ARCHITECTURES = (
     Architecture("wavenet", CausalConvolutions, draw_tokens_ahead, lambda o, y: F.cross_entropy(o.t(), y)),
     Architecture("volumes", volumes, lambda n: (torch.randn(n, 1, 7, 7, 7), torch.randint(CLASSES, (n,)))),
     Architecture("spatial-transformer", SpatialTransformer, draw_images(1, 8)),
-    Architecture(
-        "feature-pyramid", FeaturePyramid, lambda n: (torch.randn(n, 2, 8, 8), torch.randint(CLASSES, (n, 20))), detection_loss
-    ),
+    Architecture("feature-pyramid", FeaturePyramid, lambda n: (torch.randn(n, 2, 8, 8), torch.randint(CLASSES, (n, 20))), detection_loss),
 )

@@ -176,5 +176,7 @@ ARCHITECTURES = (
         Architecture(f"mlp-with-{name}", lambda outputs=outputs: perceptron(nn.Tanh, outputs), with_target(target), loss)
         for name, (outputs, target, loss) in LOSSES.items()
     ),
-    Architecture("mlp-dropout", lambda: nn.Sequential(nn.Linear(WIDTH, 8), Dropped(), nn.Linear(8, CLASSES)), classified, randomness="same"),
+    Architecture(
+        "mlp-dropout", lambda: nn.Sequential(nn.Linear(WIDTH, 8), Dropped(), nn.Linear(8, CLASSES)), classified, randomness="same"
+    ),
 )

@@ -76,7 +76,7 @@ class Triplet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.network = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.network = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 4, bias=False))
 
     def forward(self, x: Tensor) -> Tensor:
         return F.normalize(self.network(x), dim=-1)

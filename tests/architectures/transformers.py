@@ -115,7 +115,9 @@ class Llama(nn.Module):
         super().__init__()
         self.words = nn.Embedding(VOCABULARY, width)
         self.layers = nn.ModuleList(
-            nn.ModuleList([nn.RMSNorm(width), Rotary(width, 2, 2), nn.RMSNorm(width), Experts(width) if experts else GatedNetwork(width, 16)])
+            nn.ModuleList(
+                [nn.RMSNorm(width), Rotary(width, 2, 2), nn.RMSNorm(width), Experts(width) if experts else GatedNetwork(width, 16)]
+            )
             for _ in range(2)
         )
         self.norm, self.head = nn.RMSNorm(width, eps=1e-6), nn.Linear(width, VOCABULARY, bias=False)

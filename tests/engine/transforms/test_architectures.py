@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,9 +15,7 @@ from psgrad.engine.gradients import PerSampleGradients, per_sample_gradients
 from psgrad.engine.objective import Objective
 from psgrad.engine.transforms import grad, vmap
 from psgrad.engine.transforms.levels import Tracer
-from psgrad.errors import TransformError
 from tests.architectures import ARCHITECTURES
-from tests.architectures.recurrent import TIMES
 from tests.engine.gradients.agreement import SMALLEST_SHARE, TOLERANCES, assert_close, assert_vectors_close, flat, rows
 from tests.models import CLASSES, Architecture
 from tests.oracles import Gradients, one_sample_gradients

@@ -16,8 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.rules.families import aten
 from psgrad.engine.transforms.rules.registry import replace
+from psgrad.errors import TransformError
 
 State = tuple[Tensor, ...]  # of an LSTM its output and its memory, of the others the output
 Step = Callable[[Tensor, State], State]  # a time's projected inputs and the state before, to the state after
@@ -113,10 +115,12 @@ def _layers(
 def _declare(name: str, cell: Cell, states: int) -> None:
     """The two operators of a kind of layer: on an array with an axis of time, and on a packed sequence."""
 
-    def padded(x: Tensor, start: Any, weights: Sequence[Tensor], *options: Any) -> tuple[Tensor, ...]:
-        *options, batch_first = options
+    def padded(x: Tensor, start: Any, weights: Sequence[Tensor], *rest: Any) -> tuple[Tensor, ...]:
+        *options, batch_first = rest
         x = x.transpose(0, 1) if batch_first else x
         times, b = x.shape[:2]
+        if not times:
+            raise TransformError(f"{name} on sequences of length 0{diagnostics.where()}", expected="at least one time")
         out, ends = _layers(cell, x.flatten(0, 1), [b] * times, start if states > 1 else (start,), weights, *options)
         out = out.unflatten(0, (times, b))
         return out.transpose(0, 1) if batch_first else out, *ends
