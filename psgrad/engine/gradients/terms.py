@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -107,6 +108,14 @@ class Term(ABC):
     def scaled(self, factor: float) -> Term:
         """The term times a number."""
 
+    @abstractmethod
+    def kin(self) -> tuple[Any, ...]:
+        """What terms have in common that add up to one term."""
+
+    @abstractmethod
+    def plus(self, others: Sequence[Any]) -> Term:
+        """The sum of this and others of its kin, as one term: of products, one with the positions of all."""
+
     def materialised_square_norms(self) -> torch.Tensor:
         """[n]: the norm of the written-out value, a block of samples at a time. Free of cancellation between positions."""
         kind = accumulating_dtype(self.dtype)
@@ -167,6 +176,12 @@ class Dense(Term):
 
     def scaled(self, factor: float) -> Dense:
         return Dense(self.value * factor)
+
+    def kin(self) -> tuple[Any, ...]:
+        return Dense, self.shape
+
+    def plus(self, others: Sequence[Dense]) -> Dense:
+        return Dense(sum((other.value for other in others), self.value))
 
     def describe(self) -> str:
         return "direct"
@@ -251,6 +266,13 @@ class Product(Term):
     def scaled(self, factor: float) -> Product:
         return Product(self.left * factor, self.right)
 
+    def kin(self) -> tuple[Any, ...]:
+        return Product, self.shape
+
+    def plus(self, others: Sequence[Product]) -> Product:
+        every = (self, *others)
+        return Product(torch.cat([term.left for term in every], 2), torch.cat([term.right for term in every], 2))
+
     def transposed(self) -> Product:
         return Product(self.right, self.left)
 
@@ -316,6 +338,13 @@ class Rows(Term):
 
     def scaled(self, factor: float) -> Rows:
         return Rows(self.index, self.rows * factor, self.count)
+
+    def kin(self) -> tuple[Any, ...]:
+        return Rows, self.shape
+
+    def plus(self, others: Sequence[Rows]) -> Rows:
+        every = (self, *others)
+        return Rows(torch.cat([term.index for term in every], 1), torch.cat([term.rows for term in every], 1), self.count)
 
     def describe(self) -> str:
         return "index"
@@ -387,6 +416,15 @@ class Convolution(Term):
 
     def scaled(self, factor: float) -> Convolution:
         return Convolution(self.cotangents * factor, self.inputs, self.weight_shape, self.geometry)
+
+    def kin(self) -> tuple[Any, ...]:
+        geometry = tuple(tuple(each) if isinstance(each, (list, tuple)) else each for each in self.geometry)
+        return Convolution, self.shape, geometry, self.inputs.shape[2:], self.cotangents.shape[2:]
+
+    def plus(self, others: Sequence[Convolution]) -> Convolution:
+        every = (self, *others)
+        cotangents, inputs = torch.cat([term.cotangents for term in every], 1), torch.cat([term.inputs for term in every], 1)
+        return Convolution(cotangents, inputs, self.weight_shape, self.geometry)
 
     def describe(self) -> str:
         return "gram" if self._gram_is_cheaper() else "materialise"
