@@ -83,6 +83,7 @@ elementwise(
     x1=lambda out, x, y: lambda g: torch.zeros_like(g),
 )
 elementwise(aten.copysign.Scalar, x0=lambda out, x, y: lambda g: g * _sign_change(out, x))
+elementwise(aten.nextafter.default, x0=lambda out, x, y: lambda g: _where0(x != y, g))
 # At a tie, and against nan, the first argument is taken.
 elementwise(
     aten.fmax.default,
@@ -170,7 +171,7 @@ def _inside(x: torch.Tensor, low: Any, high: Any, dtype: torch.dtype) -> torch.T
 
 # -- functions of one variable --------------------------------------------------------------------------------------------------
 
-elementwise(aten.abs.default, x0=lambda out, x: lambda g: g * torch.sgn(x) if not x.dtype.is_complex else torch.sgn(x) * g)
+elementwise(aten.abs.default, x0=lambda out, x: lambda g: g * (torch.sgn(x) if x.dtype.is_complex else torch.sign(x)))
 elementwise(aten.exp.default, x0=lambda out, x: lambda g: g * conj(out))
 elementwise(aten.exp2.default, x0=lambda out, x: lambda g: g * conj(out) * math.log(2))
 elementwise(aten.expm1.default, x0=lambda out, x: lambda g: g * conj(out + 1))
@@ -291,7 +292,6 @@ constant(
     aten.isinf.default,
     aten.signbit.default,
     aten.sign.default,
-    aten.sgn.default,
     aten.floor.default,
     aten.ceil.default,
     aten.round.default,
@@ -336,8 +336,8 @@ def _copied(batch: Any, op: Any, x: torch.Tensor, *, memory_format: Any = None, 
     return op(batch.physical(x), memory_format=memory_format if keep else None, **kwargs)
 
 
-define(aten._to_copy.default, vjp={0: lambda out, x, **kwargs: _cast_back(x.dtype, x.device)}, batch=_copied)
-define(aten.clone.default, vjp={0: lambda out, x, **kwargs: lambda g: g}, batch=_copied)
+define(aten._to_copy.default, vjp={0: lambda out, x, **kwargs: _cast_back(x.dtype, x.device)}, linear=(0,), batch=_copied)
+define(aten.clone.default, vjp={0: lambda out, x, **kwargs: lambda g: g}, linear=(0,), batch=_copied)
 
 
 def _cast_back(dtype: torch.dtype, device: torch.device) -> Any:

@@ -1,0 +1,246 @@
+"""Factorisations of matrices: Cholesky, QR, singular values, eigenvalues, Householder reflections. All kernels take leading batch axes.
+
+The derivatives: of the Cholesky factor Murray, "Differentiation of the Cholesky decomposition" (2016); of QR Walter and Lehmann (2010);
+of eigenvalues and singular values Giles (2008), with the terms for complex vectors of Wan and Zhang (2019). Vectors that are fixed only
+up to a sign or a phase have a derivative where the function does not depend on that choice, as in PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from psgrad.engine.transforms.rules.elementwise import conj
+from psgrad.engine.transforms.rules.families import aten, cast, leading
+from psgrad.engine.transforms.rules.linear_systems import everywhere, eye_like, with_empty
+from psgrad.engine.transforms.rules.matmul import h
+from psgrad.engine.transforms.rules.registry import Op, define, replace
+from psgrad.errors import TransformError
+
+
+def _half_upper(x: torch.Tensor) -> torch.Tensor:
+    """The upper triangle, its diagonal halved: with its own adjoint it adds up to the Hermitian matrix that it is half of."""
+    return (x.triu() + x.triu(1)) / 2
+
+
+def _real_diagonal(x: torch.Tensor) -> torch.Tensor:
+    return torch.real(x.diagonal(0, -2, -1))
+
+
+# -- Cholesky -----------------------------------------------------------------------------------------------------------------------
+
+
+def _cholesky_back(factor: torch.Tensor, upper: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    """With a = U^H U: the cotangent of the Hermitian matrix, the same on both sides of its diagonal."""
+    u = factor if upper else h(factor)
+
+    def back(g: torch.Tensor) -> torch.Tensor:
+        half = _half_upper((g if upper else h(g)) @ h(u))
+        inner = torch.linalg.solve_triangular(u, (half + h(half)) / 2, upper=True)
+        return torch.linalg.solve_triangular(h(u), inner, upper=False, left=False)
+
+    return back
+
+
+def _cholesky_ex_back(out: Any, a: torch.Tensor, *, upper: bool = False, check_errors: bool = False) -> Callable[[list[Any]], Any]:
+    back = _cholesky_back(out[0], upper)
+    return lambda gs: back(gs[0])
+
+
+define(aten.cholesky.default, vjp={0: lambda out, a, upper=False: _cholesky_back(out, upper)}, batch=leading)
+define(aten.linalg_cholesky_ex.default, vjp={0: _cholesky_ex_back}, batch=leading)
+
+# -- QR -------------------------------------------------------------------------------------------------------------------------------
+
+
+def _qr_back(out: Any, a: torch.Tensor, mode: str = "reduced") -> Callable[[list[Any]], torch.Tensor]:
+    """For at least as many rows as columns: R's diagonal stays real, Q's columns stay orthonormal."""
+    q, r = out
+    columns = a.shape[-1]
+    spare = q.shape[-1] > columns
+    q, r = q[..., :columns], r[..., :columns, :]
+
+    def back(gs: list[Any]) -> torch.Tensor:
+        gq, gr = gs
+        if spare and gq is not None:
+            raise TransformError(
+                "the derivative of linalg.qr with mode='complete' of a matrix with more rows than columns",
+                expected="mode='reduced', or a function of R alone",
+                cause="the columns of Q beyond those of the matrix are an arbitrary basis",
+                next_step="take mode='reduced'",
+            )
+        inner = torch.zeros_like(r) if gr is None else gr[..., :columns, :] @ h(r)
+        if gq is not None:
+            inner = inner - h(q) @ gq
+        half = _half_upper(inner)
+        g = q @ (half + h(half))
+        return torch.linalg.solve_triangular(h(r), g if gq is None else g + gq, upper=False, left=False)
+
+    return back
+
+
+def _qr_instead(level: Any, args: Any, kwargs: Any) -> Any:
+    """Of a wide matrix the first columns make Q; R alone has Q in its derivative nevertheless."""
+    a, mode = args[0], args[1] if len(args) > 1 else kwargs.get("mode", "reduced")
+    rows, columns = a.shape[-2:]
+    if mode == "r":
+        return a.new_empty(0), aten.linalg_qr.default(a, "reduced")[1]
+    if rows >= columns:
+        return None
+    q, r = aten.linalg_qr.default(a[..., :rows], mode)
+    return q, torch.cat([r, h(q) @ a[..., rows:]], -1)
+
+
+def _qr_batch(batch: Any, op: Op, a: torch.Tensor, mode: str = "reduced") -> Any:
+    return with_empty(batch, op(batch.physical(a), mode), (0,) if mode == "r" else ())
+
+
+define(aten.linalg_qr.default, vjp={0: _qr_back}, batch=_qr_batch, instead=_qr_instead)
+define(aten.geqrf.default, batch=leading)  # PyTorch has no derivative of it either
+
+# -- Householder reflections ------------------------------------------------------------------------------------------------------------
+
+
+def _reflect(vectors: torch.Tensor, scales: torch.Tensor, x: torch.Tensor, adjoint: bool = False) -> torch.Tensor:
+    """H_1 ... H_k x, or its adjoint: H_i = 1 - scale_i v_i v_i^H, where v_i is one at i, zero above, and as given below."""
+    whole = vectors.tril(-1) + eye_like(vectors)
+    places = range(scales.shape[-1])
+    for i in places if adjoint else reversed(places):
+        v, scale = whole[..., i : i + 1], scales[..., i : i + 1].unsqueeze(-1)
+        x = x - (conj(scale) if adjoint else scale) * (v @ (h(v) @ x))
+    return x
+
+
+@replace(aten.linalg_householder_product.default)
+def _householder_product(vectors: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return _reflect(vectors, scales, eye_like(vectors).expand(vectors.shape))
+
+
+@replace(aten.ormqr.default)
+def _ormqr(vectors: torch.Tensor, scales: torch.Tensor, x: torch.Tensor, left: bool = True, transpose: bool = False) -> torch.Tensor:
+    return _reflect(vectors, scales, x, transpose) if left else h(_reflect(vectors, scales, h(x), not transpose))
+
+
+define(aten.linalg_householder_product.default, aten.ormqr.default, batch=everywhere)
+
+# -- eigenvalues --------------------------------------------------------------------------------------------------------------------------
+
+
+def _gaps(values: torch.Tensor) -> torch.Tensor:
+    """[j, k]: value k minus value j, infinite for j = k: divided by, it leaves nothing of the diagonal."""
+    own = torch.eye(values.shape[-1], dtype=torch.bool, device=values.device)
+    return (values.unsqueeze(-2) - values.unsqueeze(-1)).masked_fill(own, torch.inf)
+
+
+def _eigh_back(out: Any, a: torch.Tensor, triangle: str = "L", vectors: bool = True) -> Callable[[list[Any]], torch.Tensor]:
+    """The cotangent of the Hermitian matrix, the same on both sides of its diagonal, whichever triangle was looked at."""
+    values, v = out
+
+    def back(gs: list[Any]) -> torch.Tensor:
+        if gs[1] is None:
+            return (v * gs[0].unsqueeze(-2)) @ h(v)
+        inner = h(v) @ gs[1] / _gaps(values)
+        inner = (inner + h(inner)) / 2
+        return v @ (inner if gs[0] is None else inner + cast(torch.diag_embed(gs[0]), inner.dtype)) @ h(v)
+
+    return back
+
+
+def _with_vectors(level: Any, args: Any, kwargs: Any) -> Any:
+    """The derivative of the eigenvalues has the vectors in it, whether the function asked for them or not."""
+    a, triangle, vectors = (*args, "L", True)[:3] if len(args) < 3 else args
+    if vectors and kwargs.get("compute_v", True):
+        return None
+    return aten._linalg_eigh.default(a, kwargs.get("UPLO", triangle), True)[0], a.new_empty(0)
+
+
+def _eigh_batch(batch: Any, op: Op, a: torch.Tensor, UPLO: str = "L", compute_v: bool = True) -> Any:
+    return with_empty(batch, op(batch.physical(a), UPLO, compute_v), () if compute_v else (1,))
+
+
+define(aten._linalg_eigh.default, vjp={0: _eigh_back}, batch=_eigh_batch, instead=_with_vectors)
+
+
+def _eig_back(out: Any, a: torch.Tensor) -> Callable[[list[Any]], torch.Tensor]:
+    """The vectors have length one: what a change does to a vector along itself is taken away again."""
+    values, v = out
+    dtype = a.dtype
+
+    def back(gs: list[Any]) -> torch.Tensor:
+        inner = torch.zeros_like(v) if gs[0] is None else torch.diag_embed(gs[0])
+        if gs[1] is not None:
+            turned = h(v) @ gs[1]
+            inner = inner + (turned - h(v) @ v * _real_diagonal(turned).unsqueeze(-2)) / conj(_gaps(values))
+        return cast(aten._linalg_solve_ex.default(h(v), inner @ h(v))[0], dtype)
+
+    return back
+
+
+define(aten.linalg_eig.default, vjp={0: _eig_back}, batch=leading)
+define(
+    aten._linalg_eigvals.default,
+    instead=lambda level, args, kwargs: aten.linalg_eig.default(*args)[0],
+    batch=leading,
+)
+
+# -- singular values -----------------------------------------------------------------------------------------------------------------------
+
+
+def _svd_back(out: Any, a: torch.Tensor, full: bool = False, vectors: bool = True, *, driver: Any = None) -> Callable[[list[Any]], Any]:
+    """Of the vectors as many count as there are singular values; the others (`full`) are an arbitrary basis."""
+    s = out[1]
+    size = s.shape[-1]
+    u, vh = out[0][..., :size], out[2][..., :size, :]
+    rows, columns = a.shape[-2:]
+
+    def back(gs: list[Any]) -> torch.Tensor:
+        gu, gs_, gvh = gs[0], gs[1], gs[2]
+        if gu is None and gvh is None:
+            return (u * gs_.unsqueeze(-2)) @ vh
+        gaps = _gaps(s * s)
+        across = s.unsqueeze(-2)
+        inner = torch.zeros_like(u[..., :size, :]) if gs_ is None else cast(torch.diag_embed(gs_), u.dtype)
+        outside: Any = 0
+        if gu is not None:
+            gu = gu[..., :size]
+            turned = h(u) @ gu
+            inner = inner + (turned - h(turned)) / gaps * across + _phase(turned, s)
+            if rows > size:
+                outside = ((gu - u @ turned) / across) @ vh
+        if gvh is not None:
+            gv = h(gvh[..., :size, :])
+            turned = vh @ gv
+            inner = inner + s.unsqueeze(-1) * ((turned - h(turned)) / gaps) - _phase(turned, s)
+            if columns > size:
+                outside = outside + (u / across) @ h(gv - h(vh) @ turned)
+        return u @ inner @ vh + outside
+
+    return back
+
+
+def _phase(turned: torch.Tensor, s: torch.Tensor) -> Any:
+    """What turns a pair of complex vectors against each other: one of them may turn freely, both together may not."""
+    if not turned.is_complex():
+        return 0
+    diagonal = torch.imag(turned.diagonal(0, -2, -1)) / (2 * s)
+    return torch.diag_embed(torch.complex(torch.zeros_like(diagonal), diagonal))
+
+
+def _svd_instead(level: Any, args: Any, kwargs: Any) -> Any:
+    """The derivative of the singular values has the vectors in it, whether the function asked for them or not."""
+    names = dict(zip(("A", "full_matrices", "compute_uv"), args, strict=False)) | kwargs
+    if names.get("compute_uv", True):
+        return None
+    a = names["A"]
+    values = aten._linalg_svd.default(a, False, True, driver=names.get("driver"))[1]
+    return a.new_empty(0), values, a.new_empty(0)
+
+
+def _svd_batch(batch: Any, op: Op, a: torch.Tensor, full_matrices: bool = False, compute_uv: bool = True, *, driver: Any = None) -> Any:
+    results = op(batch.physical(a), full_matrices, compute_uv, driver=driver)
+    return with_empty(batch, results, () if compute_uv else (0, 2))
+
+
+define(aten._linalg_svd.default, vjp={0: _svd_back}, batch=_svd_batch, instead=_svd_instead)

@@ -1,0 +1,396 @@
+"""Solving with matrices: inverses, determinants, linear systems, least squares, and functions of a matrix.
+
+All kernels take leading batch axes, so the sample axis is one more. The derivatives are those of Giles, "An extended collection of
+matrix derivative results for forward and reverse mode algorithmic differentiation" (2008), written for complex matrices; that of the
+pseudoinverse is of Golub and Pereyra (1973), that of the exponential of Najfeld and Havel (1995).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from psgrad.engine.transforms.rules.elementwise import conj
+from psgrad.engine.transforms.rules.families import aten, leading, sum_to
+from psgrad.engine.transforms.rules.matmul import h
+from psgrad.engine.transforms.rules.registry import JointVJP, Op, constant, define, replace
+
+
+def raised(batch: Any, x: torch.Tensor, rank: int) -> Any:
+    """The operand with `rank` logical axes behind that of the samples (of length one if not mapped): its place says what an axis is."""
+    return batch.aligned(x, rank) if batch.is_mapped(x) else x.reshape(*(1,) * (rank + 1 - x.dim()), *x.shape)
+
+
+def matrices(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
+    """Batching for operators on matrices whose leading axes broadcast."""
+    rank = max(a.dim() for a in args if isinstance(a, torch.Tensor))
+    return op(*[raised(batch, a, rank) if isinstance(a, torch.Tensor) else a for a in args], **kwargs)
+
+
+def everywhere(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
+    """Batching for kernels whose operands must all have the same leading axes."""
+    return op(*[batch.physical(a) if isinstance(a, torch.Tensor) else a for a in args], **kwargs)
+
+
+def with_empty(batch: Any, results: Sequence[torch.Tensor], places: Iterable[int]) -> tuple[torch.Tensor, ...]:
+    """Results of a kernel, of which those at `places` were not asked for: an empty vector for all becomes one a sample."""
+    return tuple(x.new_empty(batch.size, 0) if i in places else x for i, x in enumerate(results))
+
+
+def eye_like(a: torch.Tensor) -> torch.Tensor:
+    """The identity matrix of `a`'s last two axes."""
+    return torch.eye(a.shape[-2], a.shape[-1], dtype=a.dtype, device=a.device)
+
+
+def diag_of(x: torch.Tensor) -> torch.Tensor:
+    """[..., 1, 1]: a number for each matrix, ready to scale it."""
+    return x.unsqueeze(-1).unsqueeze(-1)
+
+
+constant(
+    aten._linalg_check_errors.default,
+    batch=lambda batch, op, info, name, *, is_matrix: op(batch.raw(info).contiguous(), name, is_matrix=False),
+)
+
+# -- triangular systems -----------------------------------------------------------------------------------------------------------
+
+
+def _triangular_back(
+    out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, upper: bool, left: bool = True, unitriangular: bool = False
+) -> Callable[..., Any]:
+    shapes = (a.shape, b.shape)
+
+    def back(g: torch.Tensor, positions: Sequence[int]) -> dict[int, Any]:
+        gb = torch.linalg.solve_triangular(h(a), g, upper=not upper, left=left, unitriangular=unitriangular)
+        found = {1: sum_to(gb, shapes[1], g.dtype)}
+        if 0 in positions:
+            ga = -(gb @ h(out) if left else h(out) @ gb)
+            ga = ga.triu(int(unitriangular)) if upper else ga.tril(-int(unitriangular))
+            found[0] = sum_to(ga, shapes[0], g.dtype)
+        return found
+
+    return back
+
+
+define(aten.linalg_solve_triangular.default, vjp=JointVJP(_triangular_back), linear=(1,), batch=matrices)
+
+
+@replace(aten.triangular_solve.default)
+def _triangular_solve(
+    b: torch.Tensor, a: torch.Tensor, upper: bool = True, transpose: bool = False, unitriangular: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    matrix = a.mT if transpose else a
+    solution = torch.linalg.solve_triangular(matrix, b, upper=upper != transpose, unitriangular=unitriangular)
+    return solution, a.clone().expand(*solution.shape[:-2], *a.shape[-2:])
+
+
+# -- systems given by a factorisation -------------------------------------------------------------------------------------------------
+
+
+def _cholesky_solve_back(out: torch.Tensor, b: torch.Tensor, factor: torch.Tensor, upper: bool = False) -> Callable[..., Any]:
+    """As in PyTorch, the factor is taken for any matrix with (factor factor^H) x = b: its cotangent is not triangular."""
+
+    def back(g: torch.Tensor, positions: Sequence[int]) -> dict[int, Any]:
+        gb = aten.cholesky_solve.default(g, factor, upper)
+        found = {0: sum_to(gb, b.shape, g.dtype)}
+        if 1 in positions:
+            twice = gb @ h(out) + out @ h(gb)
+            found[1] = sum_to(-(factor @ twice if upper else twice @ factor), factor.shape, g.dtype)
+        return found
+
+    return back
+
+
+def _cholesky_inverse_back(out: torch.Tensor, factor: torch.Tensor, upper: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
+    def back(g: torch.Tensor) -> torch.Tensor:
+        twice = out @ (g + h(g)) @ out
+        return -(factor @ twice if upper else twice @ factor)
+
+    return back
+
+
+define(aten.cholesky_solve.default, vjp=JointVJP(_cholesky_solve_back), linear=(0,), batch=matrices)
+define(aten.cholesky_inverse.default, vjp={0: _cholesky_inverse_back}, batch=leading)
+
+
+@replace(aten.linalg_lu_solve.default)
+def _lu_solve(lu: torch.Tensor, pivots: torch.Tensor, b: torch.Tensor, *, left: bool = True, adjoint: bool = False) -> torch.Tensor:
+    """With a = P L U: a x = b, a^H x = b, or (not left) x a = b, which is a^H x^H = b^H."""
+    if not left:
+        return h(_lu_solve(lu, pivots, h(b), adjoint=not adjoint))
+    p, lower, upper = aten.lu_unpack.default(lu, pivots)
+    if adjoint:
+        inner = torch.linalg.solve_triangular(h(upper), b, upper=False)
+        return p @ torch.linalg.solve_triangular(h(lower), inner, upper=True, unitriangular=True)
+    inner = torch.linalg.solve_triangular(lower, p.mT @ b, upper=False, unitriangular=True)
+    return torch.linalg.solve_triangular(upper, inner, upper=True)
+
+
+def _lu_solve_batch(batch: Any, op: Op, lu: torch.Tensor, pivots: torch.Tensor, b: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    """The factors and their pivots belong together: both carry the sample axis, or none does."""
+    rank = max(lu.dim(), b.dim())
+    if batch.is_mapped(lu) or batch.is_mapped(pivots):
+        lead = (batch.size, *(1,) * (rank - lu.dim()))
+        factors = batch.physical(lu).reshape(*lead, *lu.shape), batch.physical(pivots).reshape(*lead, *pivots.shape)
+    else:
+        factors = raised(batch, lu, rank), raised(batch, pivots, rank - 1)
+    return op(*factors, raised(batch, b, rank), **kwargs)
+
+
+def _ldl_solve_batch(batch: Any, op: Op, ld: torch.Tensor, pivots: torch.Tensor, b: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    """The kernel says that its operands broadcast, and reads beyond their end: they are written out."""
+    lead = torch.broadcast_shapes(ld.shape[:-2], b.shape[:-2])
+    axes = [(ld, 2), (pivots, 1), (b, 2)]
+    whole = [batch.physical(x.expand(*lead, *x.shape[x.dim() - own :])).contiguous() for x, own in axes]
+    return op(*whole, **kwargs)
+
+
+define(aten.linalg_lu_solve.default, batch=_lu_solve_batch)
+define(aten.linalg_ldl_solve.default, batch=_ldl_solve_batch)
+
+# -- systems and inverses -------------------------------------------------------------------------------------------------------------
+
+
+def is_vector(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether PyTorch takes the right-hand side `b` for vectors, one for each matrix of `a`."""
+    return b.dim() == 1 or (b.dim() == a.dim() - 1 and b.shape == a.shape[:-1])
+
+
+def _solve_back(out: Any, a: torch.Tensor, b: torch.Tensor, *, left: bool = True, check_errors: bool = False) -> Callable[..., Any]:
+    x, lu, pivots, _ = out
+
+    def back(gs: list[Any], positions: Sequence[int]) -> dict[int, Any]:
+        found = {}
+        if gs[0] is not None:
+            gb = aten.linalg_lu_solve.default(lu, pivots, gs[0], left=left, adjoint=True)
+            found[1] = sum_to(gb, b.shape, b.dtype)
+            if 0 in positions:
+                found[0] = sum_to(-(gb @ h(x) if left else h(x) @ gb), a.shape, a.dtype)
+        if gs[1] is not None:  # what another pass back made of the factors that this one solved with
+            from_factors = lu_back(gs[1], lu, pivots)
+            found[0] = found[0] + from_factors if 0 in found else from_factors
+        return found
+
+    return back
+
+
+def _solve_vectors(level: Any, args: Any, kwargs: Any) -> Any:
+    a, b = args
+    if not is_vector(a, b):
+        return None
+    x, *factors = aten._linalg_solve_ex.default(a, b.unsqueeze(-1), **kwargs)
+    return x.squeeze(-1), *factors
+
+
+def _solve_batch(batch: Any, op: Op, a: torch.Tensor, b: torch.Tensor, **kwargs: Any) -> Any:
+    vector = is_vector(a, b)
+    columns = b.unsqueeze(-1) if vector else b
+    rank = max(a.dim(), columns.dim())
+    x, *factors = op(raised(batch, a, rank), raised(batch, columns, rank), **kwargs)
+    # A matrix that all samples share is factored once.
+    shapes = (a.shape, a.shape[:-1], a.shape[:-2])
+    whole = [f.reshape(f.shape[0], *shape).expand(batch.size, *shape) for f, shape in zip(factors, shapes, strict=True)]
+    return x.squeeze(-1) if vector else x, *whole
+
+
+define(aten._linalg_solve_ex.default, vjp=JointVJP(_solve_back), batch=_solve_batch, instead=_solve_vectors)
+
+
+def _inverse_back(out: Any, a: torch.Tensor, **kwargs: Any) -> Callable[[list[Any]], torch.Tensor]:
+    adjoint = h(out[0])
+    return lambda gs: -(adjoint @ gs[0] @ adjoint)
+
+
+define(aten.linalg_inv_ex.default, vjp={0: _inverse_back}, batch=leading)
+
+# -- the factorisation P L U ------------------------------------------------------------------------------------------------------------
+
+
+def _plu_back(gl: Any, gu: Any, p: Any, lower: torch.Tensor, upper: torch.Tensor) -> torch.Tensor:
+    """The cotangent of P L U. Of L and U, beside the square parts at most one has more: rows in L, or columns in U."""
+    size = lower.shape[-1]
+    gl = torch.zeros_like(lower) if gl is None else gl
+    gu = torch.zeros_like(upper) if gu is None else gu
+    l1, l2, gl1, gl2 = lower[..., :size, :], lower[..., size:, :], gl[..., :size, :], gl[..., size:, :]
+    u1, u2, gu1, gu2 = upper[..., :size], upper[..., size:], gu[..., :size], gu[..., size:]
+    inner = (h(l1) @ gl1 - gu2 @ h(u2)).tril(-1) + (gu1 @ h(u1) - h(l2) @ gl2).triu()
+
+    def from_the_left(x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.solve_triangular(h(l1), x, upper=True, unitriangular=True)
+
+    def from_the_right(x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.solve_triangular(h(u1), x, upper=False, left=False)
+
+    g = from_the_right(from_the_left(inner))
+    if u2.shape[-1]:
+        g = torch.cat([g, from_the_left(gu2)], -1)
+    if l2.shape[-2]:
+        g = torch.cat([g, from_the_right(gl2)], -2)
+    return g if p is None else p @ g
+
+
+def lu_back(g: torch.Tensor, lu: torch.Tensor, pivots: torch.Tensor) -> torch.Tensor:
+    """The cotangent of a matrix from that of its packed factors; only the triangles that each factor has are looked at."""
+    p, lower, upper = aten.lu_unpack.default(lu, pivots)
+    size = lower.shape[-1]
+    return _plu_back(g[..., :size], g[..., :size, :], p, lower, upper)
+
+
+def _lu_parts_back(out: Any, a: torch.Tensor, *, pivot: bool = True) -> Callable[[list[Any]], torch.Tensor]:
+    p, lower, upper = out
+    return lambda gs: _plu_back(gs[1], gs[2], p if pivot else None, lower, upper)
+
+
+def _unpack_back(out: Any, lu: torch.Tensor, pivots: torch.Tensor, *what: bool) -> Callable[[list[Any]], torch.Tensor]:
+    rows, columns = lu.shape[-2:]
+
+    def back(gs: list[Any]) -> torch.Tensor:
+        parts = []
+        if gs[1] is not None:
+            parts.append(aten.constant_pad_nd.default(gs[1].tril(-1), [0, columns - gs[1].shape[-1]]))
+        if gs[2] is not None:
+            parts.append(aten.constant_pad_nd.default(gs[2].triu(), [0, 0, 0, rows - gs[2].shape[-2]]))
+        return parts[0] + parts[1] if len(parts) == 2 else parts[0]
+
+    return back
+
+
+define(aten.linalg_lu_factor_ex.default, vjp={0: lambda out, a, **kwargs: lambda gs: lu_back(gs[0], out[0], out[1])}, batch=leading)
+define(
+    aten.linalg_lu.default,
+    vjp={0: _lu_parts_back},
+    batch=lambda batch, op, a, *, pivot=True: with_empty(batch, op(batch.physical(a), pivot=pivot), () if pivot else (0,)),
+)
+define(
+    aten.lu_unpack.default,
+    vjp={0: _unpack_back},
+    batch=lambda batch, op, lu, pivots, data=True, order=True: with_empty(
+        batch, op(batch.physical(lu), batch.physical(pivots), data, order), [*(() if order else (0,)), *(() if data else (1, 2))]
+    ),
+)
+define(aten.linalg_ldl_factor_ex.default, batch=leading)
+
+# -- determinants -----------------------------------------------------------------------------------------------------------------------
+
+
+def _determinant_back(out: Any, a: torch.Tensor) -> Callable[[list[Any]], torch.Tensor]:
+    """The cofactors of `a`: where it has an inverse, det times that; else from its singular values.
+
+    Each way is given matrices that it can deal with: nan would get from the way not taken into further derivatives.
+    """
+    determinant = out[0]
+
+    def back(gs: list[Any]) -> torch.Tensor:
+        singular = diag_of(determinant == 0)
+        inverse = aten.linalg_inv_ex.default(torch.where(singular, eye_like(a), a))[0]
+        regular = diag_of(conj(determinant)) * h(inverse)
+        distinct = torch.diag(torch.arange(1, a.shape[-1] + 1, dtype=a.dtype, device=a.device))
+        cofactors = torch.where(singular, _cofactors(torch.where(singular, a, distinct)), regular)
+        return diag_of(gs[0]) * cofactors
+
+    return back
+
+
+def _cofactors(a: torch.Tensor) -> torch.Tensor:
+    """conj(det(U) det(V^H)) U diag(products of the other singular values) V^H."""
+    u, s, vh = torch.linalg.svd(a, full_matrices=False)
+    own = torch.eye(s.shape[-1], dtype=torch.bool, device=s.device)
+    others = torch.where(own, torch.ones((), dtype=s.dtype, device=s.device), s.unsqueeze(-2)).prod(-1)
+    return diag_of(conj(torch.linalg.det(u) * torch.linalg.det(vh))) * ((u * others.unsqueeze(-2)) @ vh)
+
+
+def _logarithm_back(out: Any, a: torch.Tensor) -> Callable[[list[Any]], torch.Tensor | None]:
+    """d log det(a) is the trace of a^-1 da: its real part moves the logarithm of the size, its imaginary part the sign's angle."""
+    sign = out[0]
+
+    def back(gs: list[Any]) -> torch.Tensor | None:
+        scale = gs[1]
+        if gs[0] is not None and sign.is_complex():
+            turn = torch.imag(gs[0] * conj(sign))
+            scale = torch.complex(torch.zeros_like(turn) if scale is None else scale, turn)
+        if scale is None:  # a real sign moves nowhere
+            return None
+        return diag_of(scale) * h(aten.linalg_inv_ex.default(a)[0])
+
+    return back
+
+
+define(aten._linalg_det.default, vjp={0: _determinant_back}, batch=leading)
+define(aten._linalg_slogdet.default, vjp={0: _logarithm_back}, batch=leading)
+
+# -- pseudoinverse and least squares ------------------------------------------------------------------------------------------------------
+
+
+def _pinv_cotangent(g: torch.Tensor, p: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    """From that of p = a^+, where the rank does not change: the two outer terms are what leaves the row and the column space."""
+    ph, gh = h(p), h(g)
+    across = gh @ p @ ph
+    along = ph @ p @ gh
+    return -(ph @ g @ ph) + (across - a @ (p @ across)) + (along - (along @ p) @ a)
+
+
+def _pinv_batch(batch: Any, op: Op, a: torch.Tensor, *, atol: Any = None, rtol: Any = None, **kwargs: Any) -> torch.Tensor:
+    atol, rtol = (raised(batch, t, a.dim() - 2) if t is not None else None for t in (atol, rtol))
+    return op(batch.physical(a), atol=atol, rtol=rtol, **kwargs)
+
+
+define(
+    aten.linalg_pinv.atol_rtol_tensor,
+    vjp={0: lambda out, a, **kwargs: lambda g: _pinv_cotangent(g, out, a)},
+    batch=_pinv_batch,
+)
+
+
+def _least_squares_back(out: Any, a: torch.Tensor, b: torch.Tensor, rcond: Any = None, *, driver: Any = None) -> Callable[..., Any]:
+    """The solution is a^+ b; a residual is the squared length of a column of a x - b, which x makes stationary."""
+    x = out[0]
+
+    def back(gs: list[Any], positions: Sequence[int]) -> dict[int, Any]:
+        ga, gb = torch.zeros_like(a), torch.zeros_like(b)
+        if gs[0] is not None:
+            inverse = torch.linalg.pinv(a)
+            gb = gb + h(inverse) @ gs[0]
+            if 0 in positions:
+                ga = ga + _pinv_cotangent(gs[0] @ h(b), inverse, a)
+        if gs[1] is not None and gs[1].numel():  # there are none unless the matrix is tall
+            pull = 2 * gs[1].unsqueeze(-2) * (a @ x - b)
+            ga, gb = ga + pull @ h(x), gb - pull
+        return {0: ga, 1: gb}
+
+    return back
+
+
+def _least_squares_of_vectors(level: Any, args: Any, kwargs: Any) -> Any:
+    a, b, *rest = args
+    if not is_vector(a, b):
+        return None
+    x, *others = aten.linalg_lstsq.default(a, b.unsqueeze(-1), *rest, **kwargs)
+    return x.squeeze(-1), *others
+
+
+def _least_squares_batch(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
+    """Which of the residuals, the rank and the singular values there are is the driver's to say."""
+    results = everywhere(batch, op, *args, **kwargs)
+    return with_empty(batch, results, [i for i, x in enumerate(results) if x.shape == (0,)])
+
+
+define(aten.linalg_lstsq.default, vjp=JointVJP(_least_squares_back), batch=_least_squares_batch, instead=_least_squares_of_vectors)
+
+# -- functions of a matrix --------------------------------------------------------------------------------------------------------------
+
+
+def _exponential_back(out: torch.Tensor, a: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """exp of [[a, e], [0, a]] holds the derivative of exp(a) in the direction e, above its diagonal."""
+    size, adjoint = a.shape[-1], h(a)
+
+    def back(g: torch.Tensor) -> torch.Tensor:
+        above = torch.cat([adjoint, g], -1)
+        below = torch.cat([torch.zeros_like(adjoint), adjoint], -1)
+        return aten.linalg_matrix_exp.default(torch.cat([above, below], -2))[..., :size, size:]
+
+    return back
+
+
+define(aten.linalg_matrix_exp.default, vjp={0: _exponential_back}, batch=lambda batch, op, a: op(batch.physical(a).contiguous()))
