@@ -1,0 +1,382 @@
+"""Calls: functions that bring rules of their own, as operators do, and how such a call finds the levels that have to handle it.
+
+A call takes a flat list of arguments and returns a flat list of results. It is handed down the stack of levels like an operator,
+but it visits every level from the top, tracers among its arguments or not, as the function may close over some.
+
+- A derivative level asks it to `differentiate` (reverse) or to `push` tangents (forward), on the values one floor down.
+- A batching level asks it to `batch`, which mostly means: the same call for all samples at once, one floor down. Its functions
+  then begin by going back up to the level, also after the level was left (in the pass back): the level is entered again, and the
+  tracers that the user's functions hold become valid with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from psgrad.engine.transforms import diagnostics
+from psgrad.engine.transforms.batching import BatchLevel
+from psgrad.engine.transforms.derivatives import DerivativeLevel
+from psgrad.engine.transforms.forward import ForwardLevel, transpose
+from psgrad.engine.transforms.levels import Level, Tracer, map_tracers, read_only, resurrect, state, tensors_in, users_program
+from psgrad.engine.transforms.operators import aten
+from psgrad.engine.transforms.record import pull_back
+from psgrad.engine.transforms.reverse import GradLevel, GradTracer
+from psgrad.engine.transforms.rules.families import cast
+from psgrad.errors import TransformError
+
+Flat = list[Any]
+Cotangents = list[Any]  # one a result or an argument; None stands for zero
+
+
+@dataclass
+class Recorded:
+    """What a reverse-mode level keeps of a call."""
+
+    outs: Flat
+    pull: Callable[[Cotangents], Cotangents]  # cotangents of the results -> those of the arguments, and behind them of `captured`
+    captured: list[GradTracer] = field(default_factory=list)  # recorded values that the function closed over
+    constant: frozenset[int] = frozenset()  # results that are said to have no derivative
+
+
+class Call:
+    """A function of flat arguments with rules of its own. Subclasses say which."""
+
+    batches = False  # whether it has more to say about a sample axis than that ordinary operators are batched
+    follows_captured = False  # whether it differentiates also in what its function closes over
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def run(self, args: Flat) -> Flat:
+        """The results where no level has a say."""
+        raise NotImplementedError
+
+    def batch(self, level: BatchLevel, args: Flat) -> Flat:
+        """The results as tracers of a batching level."""
+        raise NotImplementedError
+
+    def differentiate(self, level: GradLevel, values: Flat, needed: list[int]) -> Recorded:
+        """The results and the way back, on values below a reverse-mode level; `needed`: the arguments that want a cotangent."""
+        raise NotImplementedError
+
+    def push(self, level: ForwardLevel, values: Flat, tangents: Flat) -> tuple[Flat, Flat]:
+        """The results and their tangents, on values below a forward-mode level."""
+        raise NotImplementedError
+
+    def unfollowed(self, level: DerivativeLevel, args: Flat) -> Flat:
+        """The results at a derivative level where no derivative is followed."""
+        with resting(level):
+            outs = hand_down(self, level.unwrap(args), below=level)
+        return [level.constant(x) if isinstance(x, torch.Tensor) else x for x in own_values(level, outs, self.name)]
+
+
+def hand_down(call: Call, args: Flat, below: Level | None = None) -> Flat:
+    """The results of a call: of the highest level that has a say in it, else of the function itself."""
+    args = map_tracers(resurrect, args)
+    for depth in reversed(range(len(state.stack))):
+        level = state.stack[depth]
+        if below is not None and level.index >= below.index:
+            continue
+        # batching alone needs no rule: the function's operators are batched one by one
+        if call.batches or any(isinstance(lower, DerivativeLevel) for lower in state.stack[: depth + 1]):
+            return process(level, call, args)
+    return call.run(args)
+
+
+def process(level: Level, call: Call, args: Flat) -> Flat:
+    """A call at one level."""
+    if isinstance(level, BatchLevel):
+        return call.batch(level, args)
+    assert isinstance(level, DerivativeLevel)
+    inputs = [(i, x) for i, x in level.inputs(tuple(args)) if isinstance(i, int) and (x.dtype.is_floating_point or x.dtype.is_complex)]
+    if level.reads is not None:
+        level.reads.note(tensors_in(args, {}))
+    followed = level.is_on() and (level.reads is None or level.reads.follows)
+    if not followed or not (inputs or call.follows_captured):
+        return call.unfollowed(level, args)
+    values = level.unwrap(args)
+    if isinstance(level, ForwardLevel):
+        tangents = [None] * len(args)
+        for i, x in inputs:
+            tangents[i] = x.tangent
+        results = call.push(level, values, tangents)
+        return [level.dual(x, t) if isinstance(x, torch.Tensor) else x for x, t in zip(*results, strict=True)]
+    assert isinstance(level, GradLevel)
+    recorded = call.differentiate(level, values, [i for i, _ in inputs])
+    if level.needed is not None:
+        level.remember(values, {})
+    places = inputs + [(len(args) + i, x) for i, x in enumerate(recorded.captured)]
+    return level.record_call(recorded.outs, lambda arrived: dict(enumerate(recorded.pull(arrived))), places, recorded.constant)
+
+
+# -- levels, from the point of view of a call --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def resting(level: Level) -> Iterator[None]:
+    """While a call is carried out below a level, fresh tensors are nothing of it, nor of the levels above."""
+    with _adopting(False, [other for other in state.stack if level.alive and other.index >= level.index]):
+        yield
+
+
+@contextmanager
+def back_in(level: Level) -> Iterator[None]:
+    """Inside a level, which is entered again if it was left."""
+    with ExitStack() as exits:
+        exits.enter_context(users_program())
+        exits.enter_context(_adopting(True, [level]) if level.alive else level.active())
+        yield
+
+
+@contextmanager
+def _adopting(adopts: bool, levels: list[Level]) -> Iterator[None]:
+    before = [level.adopts for level in levels]
+    try:
+        for level in levels:
+            level.adopts = adopts
+        yield
+    finally:
+        for level, adopted in zip(levels, before, strict=True):
+            level.adopts = adopted
+
+
+def own_values(level: DerivativeLevel, results: Sequence[Any], name: str) -> Flat:
+    """What a function computed below a level, as values of the floors below."""
+    return lowered(results, level.index - 1, name)
+
+
+def lowered(results: Sequence[Any], highest: int, name: str) -> Flat:
+    """Results without the tracers of levels higher than `highest`, which a function brings in that closes over such.
+
+    Constants of those levels are what they stand for, and so is what a level's watch takes note of; else the derivative would be lost.
+    """
+    return [_lowered(x, highest, name) for x in results]
+
+
+def _lowered(value: Any, highest: int, name: str) -> Any:
+    while isinstance(value, Tracer) and value.level.alive and value.level.index > highest:
+        level = value.level
+        if isinstance(level, BatchLevel):
+            if not level.owns(level.content(value)):
+                value = level.content(value)
+                continue
+            raise TransformError(
+                f"{name} closes over a value that carries the sample axis of another vmap{diagnostics.where()}",
+                next_step="pass the value as an argument",
+            )
+        assert isinstance(level, DerivativeLevel)
+        if value.varies:  # type: ignore[attr-defined]
+            if level.reads is None or level.reads.follows:
+                raise TransformError(
+                    f"{name} closes over a value that is being differentiated{diagnostics.where()}",
+                    expected="a function that takes all that it depends on as arguments: its rule says derivatives for those alone",
+                    next_step="pass the value as an argument, or detach it if its derivative is to be ignored",
+                )
+            level.reads.note([value])
+        value = level.unwrap(value)
+    return value
+
+
+@dataclass
+class Mapped:
+    """For which arguments and results of a call the sample axis is hidden, and the way up to the samples and back."""
+
+    level: BatchLevel
+    args: list[bool]
+    outs: list[bool] = field(default_factory=list)
+
+    def up(self, values: Sequence[Any], flags: list[bool]) -> Flat:
+        return [self.level.lift(x) if mapped and x is not None else x for x, mapped in zip(values, flags, strict=True)]
+
+    def down(self, results: Sequence[Any], name: str) -> Flat:
+        """Results below the level. Where any argument has a sample axis, they all have: what they cost, each sample pays."""
+        results = lowered([self.level.content(x) for x in lowered(results, self.level.index, name)], self.level.index, name)
+        self.outs = [isinstance(x, torch.Tensor) and (any(self.args) or self.level.owns(x)) for x in results]
+        return [self.level.batch.physical(x) if mapped else x for x, mapped in zip(results, self.outs, strict=True)]
+
+    def tangents_down(self, tangents: Sequence[Any]) -> Flat:
+        return [self.level.batch.physical(t) if mapped and t is not None else t for t, mapped in zip(tangents, self.outs, strict=True)]
+
+    def cotangents_down(self, cotangents: Sequence[Any]) -> Cotangents:
+        """An argument that all samples share gets the sum of what they say."""
+        found = []
+        for g, mapped in zip(cotangents, self.args, strict=True):
+            if g is not None and (any(self.outs) or self.level.owns(g)):
+                g = self.level.batch.physical(g)
+                g = g if mapped else aten.sum.dim_IntList(g, [0])
+            found.append(g)
+        return found
+
+
+# -- calls whose derivative is given -----------------------------------------------------------------------------------------------
+
+
+class Ruled(Call):
+    """A call whose derivative is given by the user, in reverse mode, in forward mode, or both: each is the other's transpose.
+
+    function: arguments -> results.
+    prepare: (arguments, results or None, which arguments want cotangents) -> (results, whatever `backward` needs, constant results).
+    backward: (that, cotangents of the results) -> cotangents of the arguments.
+    forward: (arguments, results or None, tangents) -> (results, tangents of the results).
+    value_first: whether `prepare` and `forward` are given the results, computed one floor down by the call itself; else they compute
+        them, as ordinary programs there.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[[Flat], Flat],
+        prepare: Callable[[Flat, Flat | None, list[int]], tuple[Flat, Any, frozenset[int]]] | None = None,
+        backward: Callable[[Any, Cotangents], Cotangents] | None = None,
+        forward: Callable[[Flat, Flat | None, Flat], tuple[Flat, Flat]] | None = None,
+        *,
+        value_first: bool = False,
+    ) -> None:
+        super().__init__(name)
+        self.function, self.prepare, self.backward, self.forward = function, prepare, backward, forward
+        self.value_first = value_first
+
+    def run(self, args: Flat) -> Flat:
+        followed = any(isinstance(x, torch.Tensor) and x.requires_grad for x in args) and torch.is_grad_enabled()
+        with read_only(args):
+            if not followed:
+                return self.function(args)
+            with torch.no_grad():
+                return self._without_autograd(self.function(args))
+
+    def _without_autograd(self, outs: Flat) -> Flat:
+        """PyTorch's autograd would differentiate the function as it is written: an error in its pass back, in place of a wrong number."""
+        message = (
+            f"{self.name} has a derivative of its own, which PyTorch's autograd does not know: differentiate with psgrad's grad or vjp"
+        )
+        places = [i for i, x in enumerate(outs) if isinstance(x, torch.Tensor) and (x.dtype.is_floating_point or x.dtype.is_complex)]
+        refusal = torch._C._functions.DelayedError(message.encode(), len(places))
+        refused = refusal(*[outs[i].detach().requires_grad_() for i in places])
+        for i, x in zip(places, refused if isinstance(refused, tuple) else (refused,), strict=True):
+            outs[i] = x
+        return outs
+
+    def batch(self, level: BatchLevel, args: Flat) -> Flat:
+        args = [level.content(x) for x in args]
+        mapped = Mapped(level, [level.owns(x) for x in args])
+        outs = hand_down(self._for_all_samples(mapped), [level.batch.raw(x) for x in args], below=level)
+        return mapped.up(outs, mapped.outs)
+
+    def _for_all_samples(self, mapped: Mapped) -> Ruled:
+        def function(args: Flat) -> Flat:
+            with back_in(mapped.level):
+                return mapped.down(self.function(mapped.up(args, mapped.args)), self.name)
+
+        def prepare(args: Flat, outs: Flat | None, needed: list[int]) -> tuple[Flat, Any, frozenset[int]]:
+            assert self.prepare is not None
+            with back_in(mapped.level):
+                given = mapped.up(outs, mapped.outs) if outs is not None else None
+                results, context, constant = self.prepare(mapped.up(args, mapped.args), given, needed)
+                return mapped.down(results, self.name), context, constant
+
+        def backward(context: Any, cotangents: Cotangents) -> Cotangents:
+            assert self.backward is not None
+            with back_in(mapped.level):
+                return mapped.cotangents_down(self.backward(context, mapped.up(cotangents, mapped.outs)))
+
+        def forward(args: Flat, outs: Flat | None, tangents: Flat) -> tuple[Flat, Flat]:
+            assert self.forward is not None
+            with back_in(mapped.level):
+                given = mapped.up(outs, mapped.outs) if outs is not None else None
+                results, pushed = self.forward(mapped.up(args, mapped.args), given, mapped.up(tangents, mapped.args))
+                return mapped.down(results, self.name), mapped.tangents_down(pushed)
+
+        return Ruled(
+            self.name,
+            function,
+            prepare if self.prepare is not None else None,
+            backward if self.backward is not None else None,
+            forward if self.forward is not None else None,
+            value_first=self.value_first,
+        )
+
+    def differentiate(self, level: GradLevel, values: Flat, needed: list[int]) -> Recorded:
+        with resting(level), read_only(values):
+            if self.backward is not None:
+                outs, context, constant = self._prepared(level, values, needed)
+                return Recorded(outs, lambda cotangents: self._checked(self._pulled(context, cotangents), values), constant=constant)
+            outs, pull = self._transposed_forward(level, values, needed)
+            return Recorded(outs, pull)
+
+    def push(self, level: ForwardLevel, values: Flat, tangents: Flat) -> tuple[Flat, Flat]:
+        with resting(level), read_only(values):
+            if self.forward is not None:
+                outs, pushed = self.forward(values, self._value(level, values), tangents)
+                return own_values(level, outs, self.name), own_values(level, pushed, self.name)
+            needed = [i for i, t in enumerate(tangents) if t is not None]
+            outs, context, constant = self._prepared(level, values, needed)
+
+            def backwards(leaves: Flat) -> Flat:
+                found = self._checked(self._pulled(context, leaves), values)
+                return [found[i] for i in needed]
+
+            pushed = transpose(backwards, outs, [tangents[i] for i in needed], above=level)
+            return outs, [None if i in constant else t for i, t in enumerate(pushed)]
+
+    def _value(self, level: DerivativeLevel, values: Flat) -> Flat | None:
+        return own_values(level, hand_down(self, values, below=level), self.name) if self.value_first else None
+
+    def _prepared(self, level: DerivativeLevel, values: Flat, needed: list[int]) -> tuple[Flat, Any, frozenset[int]]:
+        if self.prepare is None or self.backward is None:
+            raise self.without_rule()
+        outs, context, constant = self.prepare(values, self._value(level, values), needed)
+        return own_values(level, outs, self.name), context, constant
+
+    def _pulled(self, context: Any, cotangents: Cotangents) -> Cotangents:
+        assert self.backward is not None
+        with users_program(), read_only(cotangents):
+            return self.backward(context, cotangents)
+
+    def _checked(self, cotangents: Cotangents, values: Flat) -> Cotangents:
+        """The cotangents that the user's rule gave, in the arguments' dtypes; an error where a shape is wrong."""
+        found: Cotangents = []
+        for position, (g, x) in enumerate(zip(cotangents, values, strict=True)):
+            differentiable = isinstance(x, torch.Tensor) and (x.dtype.is_floating_point or x.dtype.is_complex)
+            if g is None or not differentiable:
+                found.append(None)
+                continue
+            if not isinstance(g, torch.Tensor) or g.shape != x.shape:
+                what = f"shape {tuple(g.shape)}" if isinstance(g, torch.Tensor) else f"type {type(g).__name__}"
+                raise TransformError(
+                    f"the reverse rule of {self.name} gave a cotangent of {what} for argument {position}, of shape {tuple(x.shape)}",
+                    expected="a cotangent shaped like the argument, or None for zero",
+                    cause="an argument that was broadcast: its cotangent is summed over the axes along which it was repeated",
+                )
+            found.append(cast(g, x.dtype))
+        return found
+
+    def _transposed_forward(self, level: GradLevel, values: Flat, needed: list[int]) -> tuple[Flat, Callable[[Cotangents], Cotangents]]:
+        """Reverse mode from the forward rule: its tangents are recorded as a linear function, and that is pulled back."""
+        if self.forward is None:
+            raise self.without_rule()
+        outs = self._value(level, values)
+        tape = GradLevel()
+        with tape.active(above=level), torch.set_grad_enabled(True):
+            leaves = {i: tape.leaf(torch.zeros_like(values[i])) for i in needed}
+            outs, tangents = self.forward(values, outs, [leaves.get(i) for i in range(len(values))])
+            outs = [tape.unwrap(x) for x in outs]
+            ends = [(place, t) for place, t in enumerate(tangents) if tape.owns(t) and t.varies]
+        starts = [leaves[i].node for i in needed]
+
+        def pull(cotangents: Cotangents) -> Cotangents:
+            seeds = [(end, cotangents[place]) for place, end in ends]
+            found = dict(zip(needed, pull_back(seeds, starts, keep=True), strict=True))
+            return [found.get(i) for i in range(len(values))]
+
+        return own_values(level, outs, self.name), pull
+
+    def without_rule(self) -> TransformError:
+        return TransformError(
+            f"{self.name} has no rule for its derivative{diagnostics.where()}",
+            next_step="give it one: defvjp or defjvp, or the backward or jvp of the Function",
+        )

@@ -1,0 +1,230 @@
+"""checkpoint: a function that keeps nothing for the way back but its arguments, and runs again there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from psgrad.engine.transforms.batching import BatchLevel
+from psgrad.engine.transforms.calls import Call, Cotangents, Flat, Mapped, Recorded, back_in, hand_down, lowered, own_values
+from psgrad.engine.transforms.derivatives import DerivativeLevel, DerivativeTracer, births
+from psgrad.engine.transforms.forward import ForwardLevel
+from psgrad.engine.transforms.functional import current_swaps, swapped_again
+from psgrad.engine.transforms.levels import map_tracers, read_only, resurrect, state
+from psgrad.engine.transforms.record import Node, pull_back
+from psgrad.engine.transforms.reverse import GradLevel, GradTracer
+from psgrad.errors import TransformError
+
+
+def checkpoint(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`func(*args, **kwargs)`, of which reverse mode keeps the arguments alone and not what is computed on the way.
+
+    When cotangents come back, `func` runs again, with the same random draws, autocast settings and swapped parameters
+    (`functional_call`), and is differentiated then. So memory does not grow with what `func` computes, at the price of computing it twice.
+    It takes and returns pytrees; parameters and other traced values that it closes over are differentiated too.
+
+    `func` must do the same when it runs again: what it reads from elsewhere must not have changed. It must not write in place into
+    its arguments, nor into what it closes over.
+    """
+    flat, spec = tree_flatten((args, kwargs))
+    out_spec: Any = None
+
+    def function(values: Flat) -> Flat:
+        nonlocal out_spec
+        given, named = tree_unflatten(values, spec)
+        results, out_spec = tree_flatten(func(*given, **named))
+        return results
+
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+        # Who captures a program captures both runs, and each would draw anew when it is replayed: run it once.
+        return func(*args, **kwargs)
+    return tree_unflatten(hand_down(Recomputed(f"checkpoint({getattr(func, '__name__', func)!s})", function), flat), out_spec)
+
+
+class Recomputed(Call):
+    """A call whose derivative is that of its function, which runs again on the way back.
+
+    value: another way to the results, by which they are computed the first time.
+    """
+
+    follows_captured = True
+
+    def __init__(self, name: str, function: Callable[[Flat], Flat], value: Callable[[Flat], Flat] | None = None) -> None:
+        super().__init__(name)
+        self.function, self.value = function, value or function
+
+    def run(self, args: Flat) -> Flat:
+        return self.value(args)
+
+    def batch(self, level: BatchLevel, args: Flat) -> Flat:
+        args = [level.content(x) for x in args]
+        mapped = Mapped(level, [level.owns(x) for x in args])
+        outs = hand_down(self.for_all_samples(mapped), [level.batch.raw(x) for x in args], below=level)
+        return mapped.up(outs, mapped.outs)
+
+    def for_all_samples(self, mapped: Mapped) -> Recomputed:
+        function, value = (self._through(mapped, f) for f in (self.function, self.value))
+        return Recomputed(self.name, function, value)
+
+    def _through(self, mapped: Mapped, function: Callable[[Flat], Flat]) -> Callable[[Flat], Flat]:
+        def run(args: Flat) -> Flat:
+            with back_in(mapped.level):
+                return mapped.down(function(mapped.up(args, mapped.args)), self.name)
+
+        return run
+
+    def unfollowed(self, level: DerivativeLevel, args: Flat) -> Flat:
+        return self.function(args)
+
+    def push(self, level: ForwardLevel, values: Flat, tangents: Flat) -> tuple[Flat, Flat]:
+        duals = [level.dual(x, t) if isinstance(x, torch.Tensor) else x for x, t in zip(values, tangents, strict=True)]
+        outs = lowered(self.function(duals), level.index, self.name)
+        return [level.unwrap(x) for x in outs], [x.tangent if level.owns(x) else None for x in outs]
+
+    def differentiate(self, level: GradLevel, values: Flat, needed: list[int]) -> Recorded:
+        watch, circumstances = Watch(level, self.name), Circumstances()
+        with watch.over_first_run(), circumstances.noted(), read_only(values):
+            outs = own_values(level, hand_down(self, values, below=level), self.name)
+        captured = watch.captured()
+        shapes = [getattr(x, "shape", None) for x in outs]
+
+        def pull(cotangents: Cotangents) -> Cotangents:
+            with back_in(level), torch.set_grad_enabled(True), circumstances.restored(), read_only(values):
+                with watch.over_second_run(captured) as nodes:
+                    leaves = {i: level.leaf(values[i]) for i in needed}
+                    again = map_tracers(resurrect, self.function([leaves.get(i, x) for i, x in enumerate(values)]))
+                    if [getattr(x, "shape", None) for x in again] != shapes:
+                        raise changed(self.name)
+                    ends = [(_Place(x), g) for x, g in zip(again, cotangents, strict=True) if level.owns(x) and g is not None]
+                starts = [leaf.node for leaf in leaves.values()] + nodes
+            found = pull_back(ends, starts, keep=False)
+            of_args = dict(zip(needed, found, strict=False))
+            return [of_args.get(i) for i in range(len(values))] + found[len(needed) :]
+
+        return Recorded(outs, pull, captured)
+
+
+class _Place:
+    """Where a result stands in the record."""
+
+    def __init__(self, tracer: GradTracer) -> None:
+        tracer.level.refresh(tracer)
+        self.node, self.output = tracer.node, tracer.output
+
+
+def changed(name: str) -> TransformError:
+    return TransformError(
+        f"{name} did something else when it ran again",
+        expected="a function that does the same on the same arguments",
+        cause="it reads or counts something that has changed since, or draws numbers outside of PyTorch",
+        next_step="give it what changes as an argument, or call the function without checkpoint",
+    )
+
+
+class Watch:
+    """Which values of a level a function reads besides its arguments, while it runs unrecorded and when it runs again."""
+
+    def __init__(self, level: GradLevel, name: str) -> None:
+        self.level, self.name = level, name
+        self.found: dict[int, DerivativeTracer] = {}
+        self.follows = False
+        self.since = 0
+
+    def note(self, tensors: Iterable[Any]) -> None:
+        for tensor in tensors:
+            if self.level.owns(tensor) and tensor.born < self.since:
+                if self.follows and tensor.varies and id(tensor) not in self.found:
+                    raise changed(self.name)
+                if not self.follows:
+                    self._keep(tensor)
+
+    def _keep(self, tracer: DerivativeTracer) -> None:
+        self.level.refresh(tracer)
+        self.found[id(tracer)] = tracer
+        while tracer is not None:
+            tracer.read_by = self.name
+            tracer = tracer.view_of[0] if tracer.view_of is not None else None  # type: ignore[assignment]
+
+    def captured(self) -> list[Any]:
+        return [tracer for tracer in self.found.values() if tracer.varies]
+
+    @contextmanager
+    def over_first_run(self) -> Iterator[None]:
+        with self._watching(follows=False):
+            yield
+
+    @contextmanager
+    def over_second_run(self, captured: Sequence[GradTracer]) -> Iterator[list[Node]]:
+        """What was captured starts the record anew: cotangents stop there, and go on from there in the record of the call."""
+        before = [(tracer.node, tracer.output) for tracer in captured]
+        nodes = [Node() for _ in captured]
+        for tracer, node in zip(captured, nodes, strict=True):
+            tracer.node, tracer.output = node, 0
+        try:
+            with self._watching(follows=True):
+                yield nodes
+        finally:
+            for tracer, (own, output) in zip(captured, before, strict=True):
+                tracer.node, tracer.output = own, output
+
+    @contextmanager
+    def _watching(self, *, follows: bool) -> Iterator[None]:
+        before, self.level.reads = self.level.reads, self
+        self.follows, self.since = follows, next(births)
+        try:
+            yield
+        finally:
+            self.level.reads = before
+
+
+class Circumstances:
+    """What a function's result depends on besides values: the state of random generators, autocast, parameters swapped into modules."""
+
+    def __init__(self) -> None:
+        self.generators = [(g, g.get_state()) for g in (torch.default_generator, *torch.cuda.default_generators)]
+        self.autocast = [
+            (device, torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled())
+            for device in _AUTOCAST_DEVICES
+            if torch.is_autocast_enabled(device)
+        ]
+        self.swaps = current_swaps()
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Also generators that the function brings along are found in the state in which it first draws from them."""
+        before = state.draws
+        state.draws = (*before, self._drew)
+        try:
+            yield
+        finally:
+            state.draws = before
+
+    def _drew(self, generator: torch.Generator | None) -> None:
+        if generator is not None and all(known is not generator for known, _ in self.generators):
+            self.generators.append((generator, generator.get_state()))
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        now = [(g, g.get_state()) for g, _ in self.generators]
+        with ExitStack() as exits:
+            for device in _AUTOCAST_DEVICES:
+                settings = next((s for s in self.autocast if s[0] == device), None)
+                if settings is not None:
+                    exits.enter_context(torch.autocast(device, settings[1], cache_enabled=settings[2]))
+                elif torch.is_autocast_enabled(device):
+                    exits.enter_context(torch.autocast(device, enabled=False))
+            exits.enter_context(swapped_again(self.swaps))
+            try:
+                for generator, then in self.generators:
+                    generator.set_state(then)
+                yield
+            finally:
+                for generator, then in now:
+                    generator.set_state(then)
+
+
+_AUTOCAST_DEVICES = ("cpu", "cuda")
