@@ -1,5 +1,6 @@
 """Function transforms of our own: vmap, grad and their kin, with the semantics of torch.func."""
 
+from psgrad.engine.transforms.capture import capture as capture
 from psgrad.engine.transforms.differentiate import grad as grad
 from psgrad.engine.transforms.differentiate import grad_and_value as grad_and_value
 from psgrad.engine.transforms.differentiate import vjp as vjp
@@ -13,6 +14,7 @@ from psgrad.engine.transforms.pushforward import linearize as linearize
 from psgrad.engine.transforms.vectorize import vmap as vmap
 
 __all__ = [
+    "capture",
     "functional_call",
     "grad",
     "grad_and_value",

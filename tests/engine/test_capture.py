@@ -1,0 +1,507 @@
+"""Capture and replay: the same results as the function's own, and never a number that has gone stale."""
+
+import random
+import shutil
+import warnings
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from psgrad.engine.transforms import functional_call, grad, grad_and_value, vmap
+from psgrad.engine.transforms.capture import capture
+from psgrad.engine.transforms.program import CudaGraph, obstacle_to_cuda_graph
+from psgrad.errors import TransformError
+
+
+@pytest.fixture(autouse=True)
+def _no_word():
+    """A function that is said to run as it is fails its test, unless the test expects just that."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+TO_RECORD = 2  # calls
+
+
+class Counted:
+    """A function that tells how often it was called: never, at a replay."""
+
+    def __init__(self, function):
+        self.function, self.calls = function, 0
+
+    def __call__(self, *args, **kwargs):
+        self.calls += 1
+        return self.function(*args, **kwargs)
+
+
+def same(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def runs_as_it_is(function, *args, words):
+    """The captured function, of which it must have been said why it is not replayed."""
+    captured = capture(function)
+    with pytest.warns(UserWarning, match=words):
+        captured(*args)
+    return captured
+
+
+def perceptron(dropout=0.0):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(dropout), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+
+
+def convolutional():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.GELU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 4))
+
+
+def per_sample(model, **options):
+    def loss(parameters, x, y):
+        return F.cross_entropy(functional_call(model, parameters, (x[None],))[0], y)
+
+    return vmap(grad_and_value(loss), in_dims=(None, 0, 0), **options)
+
+
+def batch(*shape, n=5):
+    return torch.randn(n, *shape), torch.randint(4, (n,))
+
+
+def detached(model):
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("model", "shape"), [(perceptron(), (6,)), (convolutional(), (1, 8, 8))], ids=["mlp", "cnn"])
+def test_a_replay_is_the_function(model, shape):
+    function = Counted(per_sample(model))
+    captured = capture(function, detached(model), *batch(*shape))
+    assert function.calls == TO_RECORD
+    for _ in range(3):
+        given = (detached(model), *batch(*shape))
+        same(captured(*given), per_sample(model)(*given))
+    assert function.calls == TO_RECORD
+
+
+def test_steps_of_an_optimiser_are_seen():
+    model = perceptron()
+    parameters = detached(model)
+    captured = capture(per_sample(model))
+    for _ in range(3):
+        x, y = batch(6)
+        same(captured(parameters, x, y), per_sample(model)(parameters, x, y))
+        for parameter in parameters.values():
+            parameter.mul_(0.9)
+
+
+def test_random_operators_draw_anew():
+    model = perceptron(dropout=0.5)
+    x, y = batch(6)
+    eager = per_sample(model, randomness="different")
+    captured = capture(eager, detached(model), x, y)
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        expected = [eager(detached(model), x, y) for _ in range(2)]
+        torch.manual_seed(seed)
+        replayed = [captured(detached(model), x, y) for _ in range(2)]
+        same(replayed, expected)
+    assert not torch.equal(replayed[0][1], replayed[1][1])
+
+
+def test_recording_draws_nothing():
+    before = torch.get_rng_state()
+    capture(lambda x: x + torch.rand(3), torch.ones(3))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_unused_draw_is_drawn():
+    def function(x):
+        torch.rand(3)
+        return x + torch.rand(3)
+
+    captured = capture(function, torch.ones(3))
+    torch.manual_seed(0)
+    expected = function(torch.ones(3))
+    torch.manual_seed(0)
+    same(captured(torch.ones(3)), expected)
+
+
+# -- signatures -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_other_shapes_types_and_numbers_are_recorded_too():
+    function = Counted(lambda x, power, name=None: (x**power).sum(0) + (1 if name == "one" else 0))
+    captured = capture(function)
+    x = torch.rand(3, 2)
+    for given in [(x, 2), (x, 3), (x, 2.0), (x[:2], 2), (x.double(), 2), (x.t().contiguous().t(), 2)]:
+        same(captured(*given), function.function(*given))
+    same(captured(x, 2, name="one"), function.function(x, 2, name="one"))
+    assert function.calls == 7 * TO_RECORD
+    captured(x, 2), captured(x, 3)
+    assert function.calls == 7 * TO_RECORD
+
+
+def test_zero_has_two_signs_and_nan_is_itself():
+    function = Counted(lambda x, y: torch.copysign(x, torch.tensor(y)))
+    captured = capture(function)
+    x = torch.ones(2)
+    same(captured(x, 0.0), x)
+    same(captured(x, -0.0), -x)
+    captured(x, float("nan")), captured(x, float("nan"))
+    assert function.calls == 3 * TO_RECORD
+
+
+def test_one_tensor_twice_is_another_signature():
+    captured = capture(lambda a, b: a + 1 if a is b else a * b)
+    x = torch.full((2,), 3.0)
+    same(captured(x, x.clone()), x * x)
+    same(captured(x, x), x + 1)
+
+
+def test_past_eight_signatures_calls_run_as_they_are():
+    function = Counted(lambda x: x * 2)
+    captured = capture(function)
+    for n in range(8):
+        captured(torch.ones(n))
+    with pytest.warns(UserWarning, match="only the first 8"):
+        captured(torch.ones(9))
+    same(captured(torch.ones(10)), torch.full((10,), 2.0))  # without another word
+    same(captured(torch.ones(3)), torch.full((3,), 2.0))
+    assert function.calls == 8 * TO_RECORD + 2
+
+
+def test_modes_are_part_of_the_signature():
+    captured = capture(lambda x: x + (1 if torch.is_grad_enabled() else 2))
+    x = torch.zeros(2)
+    same(captured(x), x + 1)
+    with torch.no_grad():
+        same(captured(x), x + 2)
+
+
+def test_under_autocast_the_same_casts():
+    model = perceptron()
+    x, y = batch(6)
+    captured, parameters = capture(per_sample(model)), detached(model)
+    same(captured(parameters, x, y), per_sample(model)(parameters, x, y))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = per_sample(model)(parameters, x, y)
+        same(captured(parameters, x, y), expected)
+    assert not torch.equal(expected[1], per_sample(model)(parameters, x, y)[1])
+
+
+def test_trees_in_and_out():
+    captured = capture(lambda tree, *, scale: {"sum": tree["a"] + tree["b"][0], "rest": (tree["b"][1], None, "name", 3 * scale)})
+    a, b, c = torch.randn(3, 2).unbind()
+    for _ in range(2):
+        found = captured({"a": a, "b": [b, c]}, scale=2)
+    same(found["sum"], a + b)
+    assert found["rest"][0] is c
+    assert found["rest"][1:] == (None, "name", 6)
+
+
+# -- memory ---------------------------------------------------------------------------------------------------------------------------
+
+
+def test_tensors_from_outside_are_read_at_each_call():
+    scale = torch.ones(2)
+    captured = capture(lambda x: x * scale, torch.ones(2))
+    scale.fill_(5)
+    same(captured(torch.ones(2)), torch.full((2,), 5.0))
+    scale.data = torch.full((1,), 7.0)  # other memory, of another shape
+    same(captured(torch.ones(2)), torch.full((2,), 7.0))
+
+
+def test_what_is_made_of_tensors_from_outside_alone_is_made_anew():
+    scale = torch.ones(2)
+    captured = capture(lambda x: (x * (scale * 2).exp(), scale), torch.ones(2))
+    scale.zero_()
+    found, itself = captured(torch.ones(2))
+    same(found, torch.ones(2))
+    assert itself is scale
+
+
+def test_what_changes_from_call_to_call_runs_as_it_is():
+    steps = iter(range(100))
+    captured = runs_as_it_is(lambda x: x * next(steps), torch.ones(2), words="changes from one call to the next")
+    assert captured(torch.ones(2))[0] + 1 == captured(torch.ones(2))[0]
+
+
+def test_a_counter_counts():
+    layer = nn.Module()
+    layer.register_buffer("calls", torch.tensor(0))
+
+    def function(x):
+        layer.calls.add_(1)
+        return x * layer.calls
+
+    captured = capture(function, torch.ones(2))
+    assert layer.calls == 0
+    same([captured(torch.ones(2)) for _ in range(3)], [torch.full((2,), float(k)) for k in (1, 2, 3)])
+
+
+def test_constants_made_inside_are_made_anew():
+    def function(x):
+        constant = torch.tensor([1.0, 2.0])
+        constant += x
+        return constant
+
+    captured = capture(function)
+    same([captured(torch.ones(2)) for _ in range(3)], [torch.tensor([2.0, 3.0])] * 3)
+
+
+def test_writes_into_arguments_and_views_of_them():
+    def function(x, y):
+        x[0] = y.sum()
+        return x.view(-1), x
+
+    captured = capture(function, torch.zeros(2, 2), torch.ones(3))
+    x = torch.zeros(2, 2)
+    view, itself = captured(x, torch.ones(3))
+    same(x, torch.tensor([[3.0, 3.0], [0.0, 0.0]]))
+    assert itself is x
+    assert view.data_ptr() == x.data_ptr()
+
+
+# -- what is not replayed -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_course_that_depends_on_data_runs_as_it_is():
+    captured = runs_as_it_is(lambda x: x * 2 if x.sum() > 0 else x * 3, torch.ones(2), words="depends on data")
+    same(captured(torch.ones(2)), torch.full((2,), 2.0))
+    same(captured(-torch.ones(2)), torch.full((2,), -3.0))
+
+
+@pytest.mark.parametrize(
+    "read", [float, lambda x: x.item(), lambda x: x.tolist(), lambda x: float(x.numpy()), lambda x: float(np.asarray(x))]
+)
+def test_a_number_read_from_outside_is_not_kept(read):
+    scale = torch.tensor(2.0)
+    captured = runs_as_it_is(lambda x: x * read(scale), torch.ones(2), words="run as it is")
+    scale.fill_(3)
+    same(captured(torch.ones(2)), torch.full((2,), 3.0))
+
+
+@pytest.mark.parametrize("pick", [lambda x: x[x > 0], lambda x: x.nonzero(), lambda x: x.unique(), lambda x: torch.masked_select(x, x > 0)])
+def test_shapes_that_depend_on_data_run_as_they_are(pick):
+    captured = runs_as_it_is(pick, torch.tensor([1.0, -1.0, 2.0]), words="depends on data")
+    x = torch.tensor([-1.0, -1.0, 3.0])
+    same(captured(x), pick(x))
+
+
+def test_indices_that_are_numbers_are_replayed():
+    captured = capture(lambda x, i: x[i], torch.arange(3.0), torch.tensor([2, 1]))
+    same(captured(torch.arange(3.0), torch.tensor([0, 0])), torch.zeros(2))
+
+
+def _forked(x):
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return x + torch.rand(2)
+
+
+def _twice_the_same(x):
+    before = torch.get_rng_state()
+    first = torch.rand(2)
+    torch.set_rng_state(before)
+    return x + first + torch.rand(2)
+
+
+def _in_chunks(x):
+    return vmap(lambda a: a + torch.rand(()), randomness="same", chunk_size=1)(x)
+
+
+def _seeded(x):
+    torch.manual_seed(0)
+    return x + torch.rand(2)
+
+
+@pytest.mark.parametrize("function", [_forked, _twice_the_same, _in_chunks, _seeded])
+def test_who_sets_the_random_state_runs_as_it_is(function):
+    before = torch.get_rng_state()
+    with pytest.warns(UserWarning, match="random state|run as it is"):
+        captured = capture(function, torch.zeros(2))
+    assert torch.equal(torch.get_rng_state(), before)
+    for _ in range(2):
+        torch.manual_seed(5)
+        expected = function(torch.zeros(2))
+        torch.manual_seed(5)
+        same(captured(torch.zeros(2)), expected)
+
+
+def test_a_generator_of_its_own_runs_as_it_is():
+    captured = runs_as_it_is(
+        lambda x: x + torch.rand(2, generator=torch.Generator().manual_seed(1)), torch.zeros(2), words="generator of its own"
+    )
+    same(captured(torch.zeros(2)), captured(torch.zeros(2)))
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["python", "numpy"])
+def test_pythons_draws_run_as_they_are(draw):
+    random.seed(0), np.random.seed(0)
+    captured = runs_as_it_is(lambda x: x + draw(), torch.zeros(1, dtype=torch.float64), words="Python's or NumPy's generator")
+    random.seed(0), np.random.seed(0)
+    found = [captured(torch.zeros(1, dtype=torch.float64)).item() for _ in range(2)]
+    random.seed(0), np.random.seed(0)
+    assert found == [draw(), draw()]
+
+
+def test_who_keeps_tensors_runs_as_it_is():
+    kept = []
+
+    def function(x):
+        kept.append(x * 2)
+        return x
+
+    captured = runs_as_it_is(function, torch.ones(2), words="keeps tensors")
+    captured(torch.ones(2))
+    same(kept[-1], torch.full((2,), 2.0))
+
+
+@dataclass
+class Record:
+    value: torch.Tensor
+
+
+def test_results_of_any_class_run_as_they_are():
+    captured = runs_as_it_is(lambda x: Record(x * 2), torch.ones(2), words="returns a Record")
+    same(captured(torch.ones(2)).value, torch.full((2,), 2.0))
+
+
+def test_mutable_arguments_are_no_signature():
+    class Holder:
+        factor = 2
+
+    captured = runs_as_it_is(lambda x, holder: x * holder.factor, torch.ones(2), Holder, words="whose content may change")
+    Holder.factor = 3
+    same(captured(torch.ones(2), Holder), torch.full((2,), 3.0))
+
+
+def test_autograd_goes_through():
+    x = torch.full((3,), 2.0, requires_grad=True)
+    captured = runs_as_it_is(lambda x: (x**2).sum(), x, words="requires a gradient")
+    captured(x).backward()
+    same(x.grad, torch.full((3,), 4.0))
+
+
+def test_autograd_reaches_weights_from_outside():
+    weight = torch.ones(3, requires_grad=True)
+    captured = runs_as_it_is(lambda x: (x * weight).sum(), torch.ones(3), words="requires a gradient")
+    captured(torch.full((3,), 2.0)).backward()
+    same(weight.grad, torch.full((3,), 2.0))
+    with torch.no_grad():
+        same(captured(torch.ones(3)), torch.tensor(3.0))
+
+
+def test_a_weight_from_outside_may_begin_to_require_a_gradient():
+    weight = torch.ones(3)
+    captured = capture(lambda x: (x * weight).sum(), torch.ones(3))
+    weight.requires_grad_()
+    with pytest.warns(UserWarning, match="requires a gradient"):
+        captured(torch.full((3,), 2.0)).backward()
+    same(weight.grad, torch.full((3,), 2.0))
+
+
+@pytest.mark.parametrize(
+    "under",
+    [
+        lambda f: vmap(f),
+        lambda f: grad(lambda x: f(x).sum()),
+        lambda f: torch.func.vmap(f),
+        lambda f: torch.func.grad(lambda x: f(x).sum()),
+    ],
+    ids=["vmap", "grad", "torch.func.vmap", "torch.func.grad"],
+)
+def test_other_transforms_go_through(under):
+    captured = capture(torch.sin, torch.ones(3))
+    captured(torch.ones(2, 3))
+    x = torch.randn(2, 3)
+    torch.testing.assert_close(under(captured)(x), under(torch.sin)(x))
+
+
+def test_an_exception_is_the_functions_own_and_leaves_no_trace():
+    def function(x):
+        raise KeyError("mine")
+
+    captured = capture(function)
+    with pytest.warns(UserWarning, match="run as it is"), pytest.raises(KeyError, match="mine"):
+        captured(torch.ones(2))
+    same(capture(torch.sin)(torch.ones(2)), torch.sin(torch.ones(2)))
+
+
+# -- other ways to run a record -------------------------------------------------------------------------------------------------------
+
+
+def graph_of(function, *devices):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with FakeTensorMode():
+        return make_fx(function)(*[torch.empty(2, 2, device=device) for device in devices]).graph
+
+
+@pytest.mark.parametrize(
+    ("function", "obstacle"),
+    [
+        (lambda x, y: torch.relu(x @ y) + torch.rand_like(x), None),
+        (lambda x, y: x.add_(y) * 1, "it writes into its arguments"),
+        (lambda x, y: x.t().mul_(2) * y, "it writes into its arguments"),
+        (lambda x, y: (x.clone().add_(y), y.view(-1)), "a result is a view of an argument"),
+        (lambda x, y: (x * 2, y), "a result is a view of an argument"),
+        (lambda x, y: x.cpu() * 2, "not all of it is on one GPU"),
+    ],
+)
+def test_what_can_be_a_cuda_graph(function, obstacle):
+    assert obstacle_to_cuda_graph(graph_of(function, "cuda", "cuda")) == obstacle
+
+
+def test_one_argument_on_the_cpu_prevents_a_cuda_graph():
+    assert obstacle_to_cuda_graph(graph_of(lambda x, y: x * y, "cpu", "cpu")) == "not all of it is on one GPU"
+
+
+class GraphOnCPU(CudaGraph):
+    """Replays what a CUDA graph would: the program, on the memory that it was recorded with."""
+
+    recorded = 0
+
+    def _record(self, tensors, addresses):
+        self.recorded += 1
+        self.addresses, self.given = addresses, [x.clone() if i in self.moving else x for i, x in enumerate(tensors)]
+        self.results = self.run(*self.given)
+        self.graph = self
+
+    def replay(self):
+        for result, value in zip(self.results, self.run(*self.given), strict=True):
+            result.copy_(value)
+
+
+def test_a_cuda_graph_reads_each_call_s_arguments():
+    weight, buffers = torch.ones(2), [torch.full((2,), float(k)) for k in range(4)]
+    graph = GraphOnCPU(lambda weight, x: [weight * x])
+    found = [graph(weight, x)[0] for x in buffers]
+    weight.fill_(2)
+    found.append(graph(weight, buffers[1])[0])
+    same(found, [torch.full((2,), k) for k in (0.0, 1.0, 2.0, 3.0, 2.0)])
+    assert graph.recorded == 2  # at first, and when the second argument turned out to move
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_inductor_runs_the_same_record():
+    model = perceptron(dropout=0.5)
+    x, y = batch(6)
+    eager = per_sample(model, randomness="different")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        captured = capture(eager, detached(model), x, y, compile="inductor")
+    torch.manual_seed(0)
+    expected = eager(detached(model), x, y)
+    torch.manual_seed(0)
+    torch.testing.assert_close(captured(detached(model), x, y), expected)
+
+
+def test_unknown_compilers_are_named():
+    with pytest.raises(TransformError, match="compile='cuda'"):
+        capture(torch.sin, compile="cuda")
