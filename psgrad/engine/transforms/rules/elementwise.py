@@ -202,7 +202,7 @@ elementwise(aten.lgamma.default, x0=lambda out, x: lambda g: g * torch.digamma(x
 elementwise(aten.digamma.default, x0=lambda out, x: lambda g: g * torch.polygamma(1, x))
 elementwise(aten.polygamma.default, x1=lambda out, n, x: lambda g: g * torch.polygamma(n + 1, x))
 elementwise(aten.logit.default, x0=lambda out, x, eps=None: lambda g: aten.logit_backward(g, x, eps))
-elementwise(aten.sinc.default, x0=lambda out, x: lambda g: g * _dsinc(x, out))
+elementwise(aten.sinc.default, x0=lambda out, x: lambda g: g * conj(_dsinc(x, out)))
 elementwise(aten._conj.default, x0=lambda out, x: lambda g: g.conj())
 elementwise(aten._conj_physical.default, x0=lambda out, x: lambda g: g.conj())
 elementwise(aten.nan_to_num.default, x0=lambda out, x, *args, **kwargs: lambda g: g * cast(torch.isfinite(x), g.dtype))
@@ -249,12 +249,12 @@ elementwise(
 elementwise(
     aten.tanh_backward.default,
     x0=lambda out, g, y: lambda h: aten.tanh_backward(h, conj(y)),
-    x1=lambda out, g, y: lambda h: h * conj(-2 * y * g),
+    x1=lambda out, g, y: lambda h: conj(h) * g * conj(-2 * y),
 )
 elementwise(
     aten.sigmoid_backward.default,
     x0=lambda out, g, y: lambda h: aten.sigmoid_backward(h, conj(y)),
-    x1=lambda out, g, y: lambda h: h * conj((1 - 2 * y) * g),
+    x1=lambda out, g, y: lambda h: conj(h) * g * conj(1 - 2 * y),
 )
 for _op in (
     aten.gelu_backward.default,
@@ -341,7 +341,7 @@ define(aten.clone.default, vjp={0: lambda out, x, **kwargs: lambda g: g}, linear
 
 
 def _cast_back(dtype: torch.dtype, device: torch.device) -> Any:
-    return lambda g: aten._to_copy.default(g, dtype=dtype, device=device) if (g.dtype, g.device) != (dtype, device) else g
+    return lambda g: cast(g if g.device == device else aten._to_copy.default(g, device=device), dtype)
 
 
 # -- in place, on batched values ------------------------------------------------------------------------------------------------------

@@ -33,12 +33,12 @@ def _real_diagonal(x: torch.Tensor) -> torch.Tensor:
 
 
 def _cholesky_back(factor: torch.Tensor, upper: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    """With a = U^H U: the cotangent of the Hermitian matrix, the same on both sides of its diagonal."""
+    """With a = U^H U: the cotangent of the Hermitian matrix, the same on both sides of its diagonal, as PyTorch has it."""
     u = factor if upper else h(factor)
 
     def back(g: torch.Tensor) -> torch.Tensor:
-        half = _half_upper((g if upper else h(g)) @ h(u))
-        inner = torch.linalg.solve_triangular(u, (half + h(half)) / 2, upper=True)
+        inner = (g if upper else h(g)) @ h(u)
+        inner = torch.linalg.solve_triangular(u, (inner.triu(1) + h(inner.triu())) / 2, upper=True)
         return torch.linalg.solve_triangular(h(u), inner, upper=False, left=False)
 
     return back

@@ -286,7 +286,7 @@ def _determinant_back(out: Any, a: torch.Tensor) -> Callable[[list[Any]], torch.
         singular = diag_of(determinant == 0)
         inverse = aten.linalg_inv_ex.default(torch.where(singular, eye_like(a), a))[0]
         regular = diag_of(conj(determinant)) * h(inverse)
-        distinct = torch.diag(torch.arange(1, a.shape[-1] + 1, dtype=a.dtype, device=a.device))
+        distinct = torch.diag(torch.arange(1, a.shape[-1] + 1, device=a.device)).to(a.dtype)
         cofactors = torch.where(singular, _cofactors(torch.where(singular, a, distinct)), regular)
         return diag_of(gs[0]) * cofactors
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from psgrad.engine.transforms.rules.elementwise import conj
 from psgrad.engine.transforms.rules.families import aten, cast, shifted, wrap_dim
 from psgrad.engine.transforms.rules.registry import Op, constant, define, replace
 
@@ -70,7 +71,7 @@ define(aten.mean.dim, vjp={0: _mean_back}, linear=(0,), batch=by_axes)
 
 def _logsumexp_back(out: torch.Tensor, x: torch.Tensor, dims: Any, keepdim: bool = False) -> Any:
     shape = x.shape
-    return lambda g: spread(g, shape, dims, keepdim) * torch.exp(x - spread(_finite(out), shape, dims, keepdim))
+    return lambda g: spread(g, shape, dims, keepdim) * conj(torch.exp(x - spread(_finite(out), shape, dims, keepdim)))
 
 
 def _finite(out: torch.Tensor) -> torch.Tensor:
@@ -143,6 +144,7 @@ define(
 )
 define(aten.topk.default, vjp={0: _pick_back(2)}, batch=shifted(2, defaults={2: -1}))
 define(aten.kthvalue.default, vjp={0: _pick_back(2)}, batch=shifted(2, defaults={2: -1}))
+define(aten.mode.default, vjp={0: _pick_back(1)}, batch=shifted(1, defaults={1: -1}))
 define(aten.median.dim, aten.nanmedian.dim, vjp={0: _pick_back(1)}, batch=shifted(1))
 
 
@@ -220,7 +222,7 @@ def _logcumsumexp_back(out: torch.Tensor, x: torch.Tensor, dim: int) -> Any:
         later = torch.ones(size, size, dtype=torch.bool, device=x.device).triu()  # [i, k]
         exponent = x.movedim(dim, -1).unsqueeze(-1) - out.movedim(dim, -1).unsqueeze(-2)
         share = exponent.masked_fill(~later, -torch.inf).exp()
-        return (share * g.movedim(dim, -1).unsqueeze(-2)).sum(-1).movedim(-1, dim)
+        return (conj(share) * g.movedim(dim, -1).unsqueeze(-2)).sum(-1).movedim(-1, dim)
 
     return back
 
@@ -229,11 +231,11 @@ define(aten.logcumsumexp.default, vjp={0: _logcumsumexp_back}, batch=shifted(1))
 
 
 def _prod_back(out: torch.Tensor, x: torch.Tensor, *, dtype: Any = None) -> Any:
-    return lambda g: (g * _products_of_others(x.reshape(-1), 0)).reshape(x.shape)
+    return lambda g: (g * conj(_products_of_others(x.reshape(-1), 0))).reshape(x.shape)
 
 
 def _prod_dim_back(out: torch.Tensor, x: torch.Tensor, dim: int, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    return lambda g: spread(g, x.shape, dim, keepdim) * _products_of_others(x, dim)
+    return lambda g: spread(g, x.shape, dim, keepdim) * conj(_products_of_others(x, dim))
 
 
 def _products_of_others(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -266,7 +268,7 @@ def _cumprod_back(out: torch.Tensor, x: torch.Tensor, dim: int, *, dtype: Any = 
         others = torch.where(eye, torch.ones((), dtype=x.dtype, device=x.device), moved.unsqueeze(-2)).cumprod(-1)
         lower = torch.ones(size, size, dtype=torch.bool, device=x.device).triu()
         others = torch.where(lower, others, torch.zeros((), dtype=x.dtype, device=x.device))
-        return (others * g.movedim(dim, -1).unsqueeze(-2)).sum(-1).movedim(-1, dim)
+        return (conj(others) * g.movedim(dim, -1).unsqueeze(-2)).sum(-1).movedim(-1, dim)
 
     return back
 
