@@ -21,7 +21,7 @@ class OpFacts(NamedTuple):
     mutated_kwargs: tuple[str, ...]  # the same for `out=`-like arguments
     is_view: bool
     is_random: bool
-    dropout_position: int | None  # of the argument that says whether an operator with dropout draws
+    draws_position: int | None  # of the argument that says whether an operator draws at all
 
 
 @functools.cache
@@ -35,19 +35,30 @@ def facts(op: Op) -> OpFacts:
             else:
                 mutated.append(position)
     is_view = not mutated and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-    dropout = next((i for i, argument in enumerate(schema.arguments) if argument.name == "dropout_p"), None)
-    return OpFacts(tuple(mutated), tuple(mutated_kwargs), is_view, torch.Tag.nondeterministic_seeded in op.tags, dropout)
+    draws = next((i for i, argument in enumerate(schema.arguments) if argument.name in ("dropout_p", "training")), None)
+    # A composite operator (a recurrent layer) draws in its pieces, but for attention, which may choose a kernel that draws.
+    random = torch.Tag.nondeterministic_seeded in op.tags and (draws is not None or not is_composite(op))
+    return OpFacts(tuple(mutated), tuple(mutated_kwargs), is_view, random, draws)
+
+
+@functools.cache
+def is_composite(op: Op) -> bool:
+    """Whether PyTorch itself defines `op` as a program of other operators, for autograd too."""
+    try:
+        return op._can_decompose()
+    except RuntimeError:  # some legacy overloads can't even be asked
+        return False
 
 
 def is_random(op: Op, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether this call draws by itself. Attention kernels can, and do so only with dropout."""
+    """Whether this call draws by itself. Attention kernels do so only with dropout, a randomised relu in training."""
     operator = facts(op)
     if not operator.is_random or op in RANDOM_COMPOSITES:
         return False
-    if operator.dropout_position is None:
+    if operator.draws_position is None:
         return True
-    position = operator.dropout_position
-    return bool(args[position] if position < len(args) else kwargs.get("dropout_p", 0.0))
+    position = operator.draws_position
+    return bool(args[position] if position < len(args) else kwargs.get(op._schema.arguments[position].name, False))
 
 
 # Composite operators that draw: it is their pieces that are handled.

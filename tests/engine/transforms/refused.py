@@ -9,18 +9,12 @@ from __future__ import annotations
 WITHOUT_RULE = {
     "aten::_histogramdd_bin_edges aten::_histogramdd_from_bin_tensors": "histogramdd",
     "aten::_to_sparse aten::_to_sparse.sparse_dim": "to_sparse",
-    "aten::_upsample_bilinear2d_aa": "_upsample_bilinear2d_aa",
     "aten::as_strided": "as_strided",
     "aten::as_strided_copy": "as_strided_copy",
     "aten::as_strided_scatter": "as_strided_scatter",
-    "aten::fractional_max_pool2d": "nn.functional.fractional_max_pool2d",
-    "aten::fractional_max_pool3d": "nn.functional.fractional_max_pool3d",
     "aten::frexp.Tensor": "frexp",
-    "aten::grid_sampler_3d": "nn.functional.grid_sample grid_sampler_3d",
     "aten::hash_tensor": "hash_tensor",
     "aten::histogram.bin_ct aten::histogram.bins_tensor": "histogram",
-    "aten::mode": "mode",
-    "aten::nonzero_static": "nonzero_static",
 }
 
 # They draw, which vmap refuses by default; tests/engine/transforms/test_semantics.py holds their draws against native ones.
@@ -30,12 +24,13 @@ RANDOM = (
     "normal.number_mean bernoulli nn.functional.dropout nn.functional.dropout2d nn.functional.dropout3d "
     "nn.functional.alpha_dropout nn.functional.feature_alpha_dropout.with_train "
     "nn.functional.multi_head_attention_forward svd_lowrank pca_lowrank "
+    "nn.functional.rrelu nn.functional.fractional_max_pool2d nn.functional.fractional_max_pool3d "
 )
 
 # Under vmap they would need a Python number, a branch or a shape that differs between samples.
 DEPENDS_ON_DATA = (
     "item allclose cov equal masked_select narrow tensor_split unique unique_consecutive "
-    "histc nonzero argwhere nn.functional.gaussian_nll_loss repeat_interleave "
+    "nonzero argwhere nn.functional.gaussian_nll_loss repeat_interleave "
 )
 
 # Everything else -> words of the refusal, and why it is one.
@@ -49,7 +44,6 @@ OTHERWISE = {
     "_native_batch_norm_legit": "writes in place",
     "_batch_norm_with_update": "writes in place",
     "nn.functional.batch_norm": "batch norm copy_",  # running statistics from outside the function, updated
-    "nn.functional.rrelu": "writes in place",  # draws into an argument
 }
 
 REFUSED = {

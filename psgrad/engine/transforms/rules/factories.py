@@ -128,3 +128,39 @@ def _dropout_back(out: Any, x: torch.Tensor, p: float, train: bool | None) -> An
 
 
 define(aten.native_dropout.default, vjp={0: _dropout_back}, batch=draw_like, same=drop_alike)
+
+
+# -- randomised relu: a slope drawn for each negative element ---------------------------------------------------------------------
+
+
+def _rrelu(x: torch.Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: Any = None) -> torch.Tensor:
+    """Under a gradient: a leaky relu, or in training the operator that returns the slopes as well."""
+    if not training:
+        return aten.leaky_relu.default(x, (lower + upper) / 2)
+    return aten.rrelu_with_noise_functional.default(x, torch.ones_like(x), lower, upper, True, generator)[0]
+
+
+def _draw_slopes(batch: Any, op: Op, x: torch.Tensor, noise: torch.Tensor, *args: Any) -> Any:
+    return op(batch.physical(x), batch.physical(noise).contiguous(), *args)
+
+
+def _same_slopes(op: Op, x: torch.Tensor, noise: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Drawn once at every place, as which elements are negative differs between samples."""
+    negative = torch.full(x.shape, -1.0, dtype=x.dtype, device=x.device)
+    _, slopes = op(negative, torch.empty_like(negative), *args)
+    slopes = torch.where(x <= 0, slopes, 1)
+    return x * slopes, slopes
+
+
+define(
+    aten.rrelu.default,
+    instead=lambda level, args, kwargs: _rrelu(*args, **kwargs),
+    batch=draw_like,
+    same=lambda op, x, *args: _same_slopes(aten.rrelu_with_noise_functional.default, x, x, *args)[0],
+)
+define(
+    aten.rrelu_with_noise_functional.default,
+    vjp={0: lambda out, x, *args: lambda gs: gs[0] * out[1] if gs[0] is not None else None},
+    batch=_draw_slopes,
+    same=_same_slopes,
+)

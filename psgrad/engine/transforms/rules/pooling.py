@@ -66,6 +66,37 @@ define(aten.adaptive_max_pool2d_backward.default, vjp={0: _picked(2)}, batch=poo
 define(aten.adaptive_max_pool3d_backward.default, vjp={0: _picked(3)}, batch=pooled(3))
 
 
+# -- fractional max pooling: the places are drawn outside and come as an argument -----------------------------------------------------
+
+
+def _fractional_back(backward: Op) -> Any:
+    return lambda out, x, kernel, size, samples: lambda gs: backward(gs[0], x, kernel, size, out[1]) if gs[0] is not None else None
+
+
+def _fractional_batch(axes: int) -> Callable[..., Any]:
+    """Images may have a batch axis or none; the drawn places [b, c, axes], which only the way forward has, always have one."""
+
+    def rule(batch: Any, op: Op, *args: Any) -> Any:
+        def images(x: torch.Tensor) -> torch.Tensor:
+            return batch.physical(x).reshape(-1, *x.shape[-(axes + 1) :])
+
+        *given, last = args
+        last = images(last) if last.dtype == torch.long else batch.fold(last)  # the backward kernel's indices are images
+        result = op(*[images(a) if isinstance(a, torch.Tensor) else a for a in given], last)
+        return result if args[0].dim() == axes + 1 else batch.unfold(result)
+
+    return rule
+
+
+for _axes in (2, 3):
+    _forward = getattr(aten, f"fractional_max_pool{_axes}d").default
+    _backward = getattr(aten, f"fractional_max_pool{_axes}d_backward").default
+    define(_forward, vjp={0: _fractional_back(_backward)}, batch=_fractional_batch(_axes))
+    define(_backward, vjp={0: _picked(_axes)}, batch=_fractional_batch(_axes))
+
+# -- averages ----------------------------------------------------------------------------------------------------------------------------
+
+
 def _avg_back(backward: Op) -> Any:
     def make(
         out: torch.Tensor,
