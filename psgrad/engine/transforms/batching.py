@@ -13,9 +13,10 @@ from typing import Any, Protocol
 import torch
 
 from psgrad.engine.transforms import diagnostics
-from psgrad.engine.transforms.levels import Level, Tracer, innermost, interpret, map_tracers, meet, state, strides_of
+from psgrad.engine.transforms.fresh import FreshTracer
+from psgrad.engine.transforms.levels import Level, Tracer, in_pieces, innermost, interpret, map_tracers, meet, state, strides_of, tensors_in
 from psgrad.engine.transforms.operators import Op, aten, facts, is_random, out_of_place, refuse_mutation
-from psgrad.engine.transforms.rules.registry import batching_rule, decompose, shared_draw
+from psgrad.engine.transforms.rules.registry import batching_rule, decompose, derivative_rule, is_composite, is_constant, shared_draw
 from psgrad.errors import TransformError
 
 RANDOMNESS = ("error", "same", "different")
@@ -74,12 +75,14 @@ class BatchTracer(Tracer):
 class BatchLevel(Level):
     """vmap: `size` samples; `randomness` says what a random draw means for them."""
 
+    adopts = True
+
     def __init__(self, size: int, randomness: str = "error", deferral: Deferral | None = None) -> None:
         super().__init__()
         self.size = size
         self.randomness = randomness
         self.deferral = deferral
-        self.has_deferred = False
+        self.has_deferred = self.has_fresh = False
         self.batch = Batch(self)
 
     @contextmanager
@@ -102,7 +105,62 @@ class BatchLevel(Level):
     def draws(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return True
 
+    def process_untraced(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        operator = facts(op)
+        if operator.mutated or operator.mutated_kwargs:
+            return self._untraced_below(op, args, kwargs)
+        if is_composite(op) and derivative_rule(op) is None and not is_constant(op):
+            return in_pieces(op, args, kwargs)
+        result = self._untraced_below(op, args, kwargs)
+        # A view is still somebody else's memory; into a fresh tensor batched values may be written.
+        fresh = not operator.is_view or op is aten.lift_fresh.default
+        return map_tracers(lambda x: FreshTracer(x, self), result) if fresh else result
+
+    def _untraced_below(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """To be written into, at every level, a fresh tensor must be known to all levels."""
+        adopter = next((level for level in reversed(state.stack) if level.adopts and level.index < self.index), None)
+        return op(*args, **kwargs) if adopter is None else adopter.process_untraced(op, args, kwargs)
+
+    def _process_fresh(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operator with fresh tensors among its arguments: as one on what they stand for."""
+        operator = facts(op)
+        contents, keywords = map_tracers(self.content, args), map_tracers(self.content, kwargs)
+        mapped = any(isinstance(x, BatchTracer) and x.level is self for x in tensors_in(contents, keywords))
+        if operator.mutated:
+            target = args[operator.mutated[0]]
+            if is_random(op, args, kwargs):
+                mapped = mapped or self.randomness != "same"
+            if mapped:
+                spread = tuple(x.spread() if i in operator.mutated and self.is_fresh(x) else contents[i] for i, x in enumerate(args))
+                self.process(op, spread, keywords)
+            else:
+                shape = target.shape
+                interpret(op, contents, keywords, below=self)
+                if self.is_fresh(target) and target.plain.shape != shape:
+                    refuse_mutation(op, "a tensor's shape", "a traced tensor keeps the shape that it was made with")
+            return target
+        if is_random(op, args, kwargs):
+            return self.process(op, contents, keywords)
+        if mapped:
+            return decompose(op, args, kwargs) if batching_rule(op) is None else self.process(op, contents, keywords)
+        if is_composite(op) and derivative_rule(op) is None and not is_constant(op):
+            return decompose(op, args, kwargs)
+        result = map_tracers(lambda x: FreshTracer(x, self), interpret(op, contents, keywords, below=self))
+        if operator.is_view and self.is_fresh(args[0]):
+            for output, view in enumerate(result) if isinstance(result, (tuple, list)) else [(None, result)]:
+                view.view_of = (args[0], op, args[1:], kwargs, output)
+        return result
+
+    def is_fresh(self, value: Any) -> bool:
+        return isinstance(value, FreshTracer) and value.level is self
+
+    def content(self, value: Any) -> Any:
+        """What a fresh tensor of this level stands for; anything else as it is."""
+        return value.content() if self.is_fresh(value) else value
+
     def process(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.has_fresh and any(map(self.is_fresh, tensors_in(args, kwargs))):
+            return self._process_fresh(op, args, kwargs)
         if self.deferral is not None:
             result = self._defer(self.deferral, op, args, kwargs)
             if result is not NotImplemented:
@@ -193,7 +251,7 @@ class BatchLevel(Level):
                     f"{op.name()} on batched values can't draw the same for all samples{diagnostics.where()}",
                     next_step="use randomness='different'",
                 )
-            return interpret(op, args, kwargs, below=self)
+            return map_tracers(lambda x: x if mutated else FreshTracer(x, self), interpret(op, args, kwargs, below=self))
         if mutated:
             if not self.owns(args[0]):
                 refuse_mutation(op, "a tensor without a sample axis, with a different draw for each sample", "one tensor, many draws")

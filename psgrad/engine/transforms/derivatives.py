@@ -7,13 +7,13 @@ the operator that made it; a write through a view writes the base, and a view wh
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
 
 from psgrad.engine.transforms import diagnostics
-from psgrad.engine.transforms.levels import Level, Tracer, in_pieces, interpret, map_tracers, meet, strides_of
+from psgrad.engine.transforms.levels import Level, Tracer, in_pieces, interpret, map_tracers, meet, strides_of, tensors_in
 from psgrad.engine.transforms.operators import Op, aten, facts, out_of_place, refuse_mutation
 from psgrad.engine.transforms.rules.registry import DerivativeRule, decompose, derivative_rule, is_composite, is_constant
 from psgrad.engine.transforms.rules.views import write_through
@@ -247,12 +247,3 @@ class Reads(Protocol):
 
     def note(self, tensors: Iterable[Any]) -> None:
         """Told of the tensors that an operator is given."""
-
-
-def tensors_in(args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
-    """The tensors among an operator's arguments."""
-    for argument in itertools.chain(args, kwargs.values()):
-        if isinstance(argument, torch.Tensor):
-            yield argument
-        elif isinstance(argument, (list, tuple)):
-            yield from (item for item in argument if isinstance(item, torch.Tensor))

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
@@ -168,18 +168,30 @@ class Level:
             yield self
 
     @contextmanager
-    def active(self) -> Iterator[Level]:
-        """The level alone, on top of the stack: for what rules compute, which needs none of the above."""
-        self.index = state.stack[-1].index + 1 if state.stack else 1
+    def active(self, above: Level | None = None) -> Iterator[Level]:
+        """The level alone, on top of the stack: for what rules compute, which needs none of the above.
+
+        above: the level on whose top it is to stand instead, under those that are there already.
+        """
+        place = state.stack.index(above) + 1 if above is not None else len(state.stack)
+        self.index = place + 1
         self.alive = True
-        state.stack.append(self)
+        state.stack.insert(place, self)
+        _number_from(place + 1)
         try:
             yield self
         finally:
             self.alive, self.attached = False, state.attached
             state.stack.remove(self)
+            _number_from(place)
             if not state.stack:
                 state.marked = False
+
+
+def _number_from(place: int) -> None:
+    """Levels are compared by their place in the stack."""
+    for above, level in enumerate(state.stack[place:]):
+        level.index = place + above + 1
 
 
 @contextmanager
@@ -410,3 +422,12 @@ def resurrect(tensor: torch.Tensor) -> torch.Tensor:
     while isinstance(tensor, Tracer) and not tensor.level.alive:
         tensor = tensor.below()
     return tensor
+
+
+def tensors_in(args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    """The tensors among an operator's arguments."""
+    for argument in itertools.chain(args, kwargs.values()):
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        elif isinstance(argument, (list, tuple)):
+            yield from (item for item in argument if isinstance(item, torch.Tensor))

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.transforms.derivatives import DerivativeLevel, DerivativeTracer, Position, tensors_in
-from psgrad.engine.transforms.levels import Tracer, innermost
+from psgrad.engine.transforms.derivatives import DerivativeLevel, DerivativeTracer, Position
+from psgrad.engine.transforms.levels import Tracer, innermost, tensors_in
 from psgrad.engine.transforms.operators import Op
-from psgrad.engine.transforms.record import Edge, Node
+from psgrad.engine.transforms.record import Closure, Edge, Node
 from psgrad.engine.transforms.rules.registry import DerivativeRule, JointVJP
 from psgrad.errors import TransformError
 
@@ -79,7 +79,7 @@ class GradLevel(DerivativeLevel):
     def _record(self, rule: DerivativeRule, inputs: Sequence[tuple[Position, Any]], result: Any, values: Any, kwargs: Any) -> Node | None:
         node = Node(len(result) if isinstance(result, (tuple, list)) else None)
         if self.needed is not None:
-            self._remember(values, kwargs)
+            self.remember(values, kwargs)
         grad_mode = torch.is_grad_enabled()
         torch._C._set_grad_enabled(self.callers_grad_mode)
         try:
@@ -98,6 +98,16 @@ class GradLevel(DerivativeLevel):
         finally:
             torch._C._set_grad_enabled(grad_mode)
         return node if node.edges else None
+
+    def record_call(self, outs: list[Any], pull: Closure, inputs: Sequence[tuple[Position, Any]], constant: frozenset[int]) -> list[Any]:
+        """The results of a function with a rule of its own: `pull` takes a list of cotangents to those of the inputs, by position."""
+        node = Node(len(outs))
+        node.joint = lambda arrived, positions: pull(arrived)
+        node.edges = [Edge(tracer.node, tracer.output, position, None, False) for position, tracer in inputs]
+        return [
+            self._place(x, None if i in constant or not node.edges else node, i) if isinstance(x, torch.Tensor) else x
+            for i, x in enumerate(outs)
+        ]
 
     def with_derivative_of(self, new: Any, old: Any) -> Any:
         """As in PyTorch: a write under no_grad changes the value, and derivatives, of each level, go by as if it had not."""
@@ -118,7 +128,8 @@ class GradLevel(DerivativeLevel):
                     next_step="call vjp_fn before the change, or give the function a clone",
                 )
 
-    def _remember(self, values: Any, kwargs: Any) -> None:
+    def remember(self, values: Any, kwargs: Any) -> None:
+        """Watch the tensors that the pass back may need."""
         assert self.needed is not None
         for tensor in map(innermost, tensors_in(values, kwargs)):
             if isinstance(tensor, torch.Tensor) and not tensor.is_inference():

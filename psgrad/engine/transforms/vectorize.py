@@ -81,6 +81,7 @@ def _run(
 
 
 def _leave(level: BatchLevel, value: Any, dim: int | None, name: str) -> Any:
+    value = level.content(value)
     if dim is None:
         if level.owns(value):
             raise TransformError(f"vmap({name}, ...): `{name}` can not return a BatchedTensor when out_dim is None")

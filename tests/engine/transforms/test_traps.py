@@ -98,18 +98,6 @@ def test_a_fresh_tensor_takes_traced_values_under_grad(name: str) -> None:
     torch.testing.assert_close(vmap(grad(f))(x.detach().expand(2, 3)), expected.expand(2, 3))
 
 
-def test_a_fresh_tensor_under_vmap_alone_is_refused() -> None:
-    def f(x: Tensor) -> Tensor:
-        fresh = torch.zeros(3)
-        fresh[0] = x[0]
-        return fresh
-
-    message = refusal(lambda: vmap(f)(torch.ones(2, 3)))
-    assert "without a sample axis" in message
-    assert "new_zeros" in message
-    assert torch.equal(vmap(lambda x: x.new_zeros(3).add_(x))(torch.ones(2, 3)), torch.ones(2, 3))
-
-
 # -- autograd.Function ------------------------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,6 @@ and gives their physical values, sample axis in front; the rule returns physical
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +19,7 @@ from torch._decomp import decomposition_table
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.operators import Op as Op
+from psgrad.engine.transforms.operators import is_composite as is_composite
 from psgrad.errors import UnsupportedOperatorError
 
 Maker = Callable[..., Callable[..., Any]]
@@ -127,15 +127,6 @@ def decomposition_of(op: Op) -> Callable[..., Any] | None:
     if is_composite(op):
         return op.decompose
     return decomposition_table.get(op)
-
-
-@functools.cache
-def is_composite(op: Op) -> bool:
-    """Whether PyTorch itself defines `op` as a program of other operators, for autograd too."""
-    try:
-        return op._can_decompose()
-    except RuntimeError:  # some legacy overloads can't even be asked
-        return False
 
 
 def decompose(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,0 +1,228 @@
+"""Tensors made inside a batched function become one for each sample when a batched value is written into them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from psgrad.engine.transforms import grad, jvp, vjp, vmap
+from psgrad.errors import TransformError
+
+Function = Callable[[Tensor], Tensor]
+BATCH = torch.linspace(-2, 2, 20, dtype=torch.float64).reshape(5, 4).sin()
+
+
+def zeros_then_rows(x: Tensor) -> Tensor:
+    out = torch.zeros(3, 4, dtype=x.dtype)
+    out[1] = x
+    out[2, 1:] += x[1:] * 2
+    return out
+
+
+def write_through_an_earlier_view(x: Tensor) -> Tensor:
+    base = torch.ones(2, 4, dtype=x.dtype)
+    row, column, flat = base[0], base[:, 1], base.view(-1)
+    row.mul_(x)
+    column.add_(x[0])
+    return torch.cat([flat, row, column])
+
+
+def write_through_a_view_of_a_view(x: Tensor) -> Tensor:
+    base = torch.zeros(4, 3, dtype=x.dtype).t()
+    part = base[1:].view(2, 2, 2)[0]
+    part[1].copy_(x[:2])
+    return torch.cat([base.reshape(-1), part.reshape(-1)])
+
+
+def computed_from_fresh(x: Tensor) -> Tensor:
+    steps = torch.arange(4, dtype=x.dtype)
+    doubled = steps * 2 + 1
+    doubled[0] = x.sum()
+    return doubled * steps
+
+
+def a_mask(x: Tensor) -> Tensor:
+    mask = torch.zeros(4, dtype=torch.bool)
+    mask[1:3] = x[1:3] > 0
+    return torch.where(mask, x, -x)
+
+
+def an_accumulator(x: Tensor) -> Tensor:
+    total = torch.zeros((), dtype=x.dtype)
+    for item in x:
+        total += item * item
+    return total
+
+
+def untouched(x: Tensor) -> Tensor:
+    keep = torch.zeros(4, dtype=x.dtype)
+    keep += 1
+    keep[0] = 5
+    return keep
+
+
+def filled_like(x: Tensor) -> Tensor:
+    out = torch.full((4,), 2.0, dtype=x.dtype)
+    out.addcmul_(x, x)
+    out.clamp_(max=2.5)
+    return out.scatter_(0, torch.tensor([1, 2]), x[:2])
+
+
+def indexed(x: Tensor) -> Tensor:
+    out = torch.zeros(6, dtype=x.dtype)
+    out[torch.tensor([0, 2, 4, 5])] = x
+    out.index_add_(0, torch.tensor([1, 1, 3, 3]), x)
+    return out
+
+
+def split_and_unbound(x: Tensor) -> Tensor:
+    out = torch.zeros(2, 4, dtype=x.dtype)
+    first, second = out.unbind(0)
+    left, right = second.split(2)
+    right.copy_(x[:2])
+    first += 1
+    return torch.stack([out[0], out[1]]) + first + torch.cat([left, right])
+
+
+def two_of_them(x: Tensor) -> Tensor:
+    a, b = torch.zeros(4, dtype=x.dtype), torch.ones(4, dtype=x.dtype)
+    a += b
+    b[:2] = x[:2]
+    a.add_(b)
+    return a
+
+
+def recurrent_by_hand(x: Tensor) -> Tensor:
+    state = torch.zeros(2, dtype=x.dtype)
+    outputs = torch.empty(4, 2, dtype=x.dtype)
+    for t in range(4):
+        state = torch.tanh(state + x[t])
+        outputs[t] = state
+    return outputs
+
+
+FUNCTIONS: list[Function] = [
+    zeros_then_rows,
+    write_through_an_earlier_view,
+    write_through_a_view_of_a_view,
+    computed_from_fresh,
+    a_mask,
+    an_accumulator,
+    untouched,
+    filled_like,
+    indexed,
+    split_and_unbound,
+    two_of_them,
+    recurrent_by_hand,
+]
+
+
+def rows(function: Function, batch: Tensor) -> Tensor:
+    return torch.stack([function(x) for x in batch])
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_vmap_equals_the_loop(function: Function) -> None:
+    torch.testing.assert_close(vmap(function)(BATCH), rows(function, BATCH))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_two_batch_axes(function: Function) -> None:
+    doubled = torch.stack([BATCH, BATCH.flip(0).contiguous() * 2, BATCH + 1])
+    torch.testing.assert_close(vmap(vmap(function))(doubled), torch.stack([rows(function, batch) for batch in doubled]))
+    torch.testing.assert_close(
+        vmap(lambda b: vmap(lambda x: function(x * b.sum()))(BATCH))(doubled[:, 0]),
+        vmap(lambda b: torch.stack([function(x * b.sum()) for x in BATCH]))(doubled[:, 0]),
+    )
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_derivatives(function: Function) -> None:
+    def number(x: Tensor) -> Tensor:
+        return (function(x) * x.sum()).sum()
+
+    def expected(x: Tensor) -> Tensor:
+        """Differences of values: PyTorch's autograd refuses some of these writes through views."""
+        steps = 1e-5 * torch.eye(4, dtype=x.dtype)
+        return torch.stack([(number(x + step) - number(x - step)) / 2e-5 for step in steps])
+
+    oracle = torch.stack([expected(x) for x in BATCH])
+    torch.testing.assert_close(vmap(grad(number))(BATCH), oracle, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(grad(lambda b: vmap(number)(b).sum())(BATCH), oracle, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(vjp(vmap(number), BATCH)[1](torch.ones(5, dtype=BATCH.dtype))[0], oracle, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(jvp(vmap(number), (BATCH,), (BATCH,))[1], (oracle * BATCH).sum(1), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(vmap(lambda x: jvp(number, (x,), (x,))[1])(BATCH), (oracle * BATCH).sum(1), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("layer", [nn.GRU, nn.RNN, nn.LSTM], ids=lambda layer: layer.__name__)
+def test_recurrent_layers_under_vmap_alone(layer: type[nn.RNNBase]) -> None:
+    torch.manual_seed(0)
+    model = layer(4, 3, num_layers=2, batch_first=True).double().requires_grad_(False)
+    sequences = torch.randn(5, 6, 4, dtype=torch.float64)
+    torch.testing.assert_close(vmap(lambda x: model(x)[0])(sequences), model(sequences)[0])
+
+
+@pytest.mark.parametrize("cell", [nn.GRUCell, nn.RNNCell, nn.LSTMCell], ids=lambda cell: cell.__name__)
+def test_recurrent_cells_under_vmap_alone(cell: type[nn.RNNCellBase]) -> None:
+    torch.manual_seed(0)
+    model = cell(4, 3).double().requires_grad_(False)
+    first = (lambda out: out[0]) if cell is nn.LSTMCell else (lambda out: out)
+    torch.testing.assert_close(vmap(lambda x: first(model(x)))(BATCH), first(model(BATCH)))
+
+
+def test_each_sample_its_own_draw_in_place() -> None:
+    torch.manual_seed(3)
+    drawn = vmap(lambda x: torch.empty(2, dtype=x.dtype).uniform_() + 0 * x.sum(), randomness="different")(BATCH)
+    torch.manual_seed(3)
+    torch.testing.assert_close(drawn, torch.empty(5, 2, dtype=torch.float64).uniform_())
+
+
+def test_one_draw_for_all_can_be_written_into() -> None:
+    def function(x: Tensor) -> Tensor:
+        noise = torch.randn(4, dtype=x.dtype)
+        noise[0] = x[0]
+        return noise
+
+    torch.manual_seed(3)
+    found = vmap(function, randomness="same")(BATCH)
+    torch.manual_seed(3)
+    expected = torch.randn(4, dtype=torch.float64).repeat(5, 1)
+    expected[:, 0] = BATCH[:, 0]
+    torch.testing.assert_close(found, expected)
+
+
+def test_results_without_a_sample_axis() -> None:
+    assert vmap(lambda x: (x, torch.zeros(2)), out_dims=(0, None))(BATCH)[1].shape == (2,)
+    assert vmap(lambda x: torch.zeros(2))(BATCH).shape == (5, 2)
+    with pytest.raises(TransformError, match="out_dim is None"):
+        vmap(lambda x: an_accumulator(x), out_dims=None)(BATCH)
+
+
+def test_what_is_the_same_for_all_is_read_as_in_python() -> None:
+    def function(x: Tensor) -> Tensor:
+        limit = torch.tensor(3)
+        for _ in range(int(limit)):
+            if bool(limit > 2):
+                x = x + limit.item()
+        return x
+
+    torch.testing.assert_close(vmap(function)(BATCH), BATCH + 9)
+
+
+def test_a_tensor_from_outside_stays_as_it_is() -> None:
+    outside = torch.zeros(4, dtype=torch.float64)
+
+    def writes(x: Tensor) -> Tensor:
+        outside[:2] = x[:2]
+        return outside
+
+    with pytest.raises(TransformError, match="without a sample axis"):
+        vmap(writes)(BATCH)
+    assert not outside.any()
+
+
+def test_no_samples() -> None:
+    assert vmap(zeros_then_rows)(BATCH[:0]).shape == (0, 3, 4)
