@@ -189,15 +189,12 @@ def windows(x: torch.Tensor, kernel: torch.Size, positions: torch.Size, geometry
     """[m, i, *kernel, *positions]: a view of the padded input x [m, i, *in] in which no patch is written out."""
     spatial = len(kernel)
     x = padded(x, kernel, positions, geometry)
-    strides = x.stride()
-    return x.as_strided(
-        (*x.shape[:2], *kernel, *positions),
-        (
-            *strides[:2],
-            *(strides[2 + d] * geometry.dilation[d] for d in range(spatial)),
-            *(strides[2 + d] * geometry.stride[d] for d in range(spatial)),
-        ),
-    )
+    for d in range(spatial):
+        dilation = geometry.dilation[d]
+        x = x.unfold(2 + d, (kernel[d] - 1) * dilation + 1, geometry.stride[d]).narrow(2 + d, 0, positions[d])
+        if dilation > 1:
+            x = x[..., ::dilation]
+    return x.permute(0, 1, *range(2 + spatial, 2 + 2 * spatial), *range(2, 2 + spatial))
 
 
 def padded(x: torch.Tensor, kernel: torch.Size, positions: torch.Size, geometry: Geometry) -> torch.Tensor:
