@@ -2,6 +2,7 @@
 
 from psgrad.engine.transforms.rules import (
     attention,
+    branches,
     complex,
     convolution,
     elementwise,
@@ -21,11 +22,13 @@ from psgrad.engine.transforms.rules import (
     sampling,
     scatter,
     special,
+    strides,
     views,
 )
 
 __all__ = [
     "attention",
+    "branches",
     "complex",
     "convolution",
     "elementwise",
@@ -45,5 +48,6 @@ __all__ = [
     "sampling",
     "scatter",
     "special",
+    "strides",
     "views",
 ]

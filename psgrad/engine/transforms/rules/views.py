@@ -411,6 +411,8 @@ def write_through(op: Op, base: Any, new: Any, rest: tuple[Any, ...], kwargs: di
         return aten.slice_scatter.default(base, new, *rest)
     if op is aten.diagonal.default:
         return aten.diagonal_scatter.default(base, new, *rest)
+    if op is aten.as_strided.default:
+        return aten.as_strided_scatter.default(base, new, *rest)
     if op is aten.unbind.int and output is not None:
         return aten.select_scatter.default(base, new, rest[0] if rest else 0, output)
     if op in (aten.split.Tensor, aten.split_with_sizes.default) and output is not None:

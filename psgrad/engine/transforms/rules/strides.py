@@ -1,0 +1,93 @@
+"""as_strided: other sizes and strides over a tensor's memory.
+
+A traced value has no memory that a caller may count in. What its strides say of where its elements would lie is enough, as long
+as only its own elements are asked for: then the operator is a lookup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from psgrad.engine.transforms import diagnostics
+from psgrad.engine.transforms.levels import Tracer
+from psgrad.engine.transforms.rules.families import aten
+from psgrad.engine.transforms.rules.registry import Op, define, replace
+from psgrad.errors import TransformError
+
+
+def _positions(size: Sequence[int], stride: Sequence[int], device: torch.device) -> torch.Tensor:
+    """[*size]: where in memory each element lies, counted from the first."""
+    total = torch.zeros(tuple(size), dtype=torch.long, device=device)
+    for axis, (length, step) in enumerate(zip(size, stride, strict=True)):
+        total = total + torch.arange(length, device=device).reshape(-1, *(1,) * (len(size) - axis - 1)) * step
+    return total
+
+
+def _lookup(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None) -> torch.Tensor:
+    """[*size]: which element of the flattened `x` lies at each place that is asked for."""
+    if offset is not None and not _begins_its_memory(x):
+        _refuse(f"storage_offset={offset} on a view", "the offset counts from the beginning of the memory that the view looks into")
+    own, wanted = _positions(x.shape, x.stride(), x.device).reshape(-1), _positions(size, stride, x.device) + (offset or 0)
+    if not wanted.numel():
+        return wanted
+    table = torch.full((max(int(own.max()) if own.numel() else 0, int(wanted.max())) + 1,), -1, device=x.device)
+    table[own] = torch.arange(len(own), device=x.device)
+    found = table[wanted.clamp(min=0)]
+    if bool((found < 0).any()) or bool((wanted < 0).any()):
+        _refuse(
+            f"size {tuple(size)} and strides {tuple(stride)} on shape {tuple(x.shape)}", "it reaches memory that is not the tensor's own"
+        )
+    if bool((table[own] != torch.arange(len(own), device=x.device)).any()):
+        _refuse(f"an expanded tensor of shape {tuple(x.shape)}", "several of its elements lie at one place")
+    return found
+
+
+def _begins_its_memory(x: torch.Tensor) -> bool:
+    while isinstance(x, Tracer):
+        if getattr(x, "view_of", None) is not None:
+            return False
+        x = x.below()
+    return x.storage_offset() == 0
+
+
+def _refuse(what: str, cause: str) -> None:
+    raise TransformError(
+        f"as_strided with {what}{diagnostics.where()}",
+        expected="a lookup of the traced tensor's own elements",
+        cause=cause,
+        next_step="use unfold, index or slices, or apply .contiguous() first",
+    )
+
+
+@replace(aten.as_strided_copy.default)
+def _strided_copy(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> torch.Tensor:
+    return aten.index.Tensor(x.reshape(-1), [_lookup(x, size, stride, offset)])
+
+
+def _strided(level: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Under a gradient: looked up, and remembered as the view that it is."""
+    out = _strided_copy(*args, **kwargs)
+    return level.remember_views(aten.as_strided.default, args, kwargs, out)  # type: ignore[no-any-return]
+
+
+def _strided_batch(batch: Any, op: Op, x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
+    """A view of every sample's own part."""
+    _lookup(x, size, stride, offset)  # refuses what reaches into another sample
+    physical = batch.physical(x)
+    return op(physical, [batch.size, *size], [physical.stride(0), *stride], offset)
+
+
+define(aten.as_strided.default, instead=_strided, batch=_strided_batch)
+
+
+@replace(aten.as_strided_scatter.default)
+def _strided_scatter(
+    x: torch.Tensor, source: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+) -> torch.Tensor:
+    places = _lookup(x, size, stride, offset).reshape(-1)
+    if places.unique().numel() < places.numel():
+        _refuse(f"strides {tuple(stride)}, to be written to", "several elements of what is written lie at one place")
+    return aten.index_put.default(x.reshape(-1), [places], source.expand(tuple(size)).reshape(-1)).reshape(x.shape)
