@@ -1,6 +1,11 @@
 """Function transforms of our own: vmap, grad and their kin, with the semantics of torch.func."""
 
+from psgrad.engine.transforms import autograd_function as autograd_function
 from psgrad.engine.transforms.capture import capture as capture
+from psgrad.engine.transforms.checkpoint import checkpoint as checkpoint
+from psgrad.engine.transforms.custom import custom_jvp as custom_jvp
+from psgrad.engine.transforms.custom import custom_vjp as custom_vjp
+from psgrad.engine.transforms.custom import custom_vmap as custom_vmap
 from psgrad.engine.transforms.differentiate import grad as grad
 from psgrad.engine.transforms.differentiate import grad_and_value as grad_and_value
 from psgrad.engine.transforms.differentiate import vjp as vjp
@@ -15,6 +20,10 @@ from psgrad.engine.transforms.vectorize import vmap as vmap
 
 __all__ = [
     "capture",
+    "checkpoint",
+    "custom_jvp",
+    "custom_vjp",
+    "custom_vmap",
     "functional_call",
     "grad",
     "grad_and_value",

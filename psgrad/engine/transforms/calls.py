@@ -200,12 +200,13 @@ class Mapped:
         return [self.level.batch.physical(x) if mapped else x for x, mapped in zip(results, self.outs, strict=True)]
 
     def tangents_down(self, tangents: Sequence[Any]) -> Flat:
-        return [self.level.batch.physical(t) if mapped and t is not None else t for t, mapped in zip(tangents, self.outs, strict=True)]
+        found = [self.level.content(t) for t in tangents]
+        return [self.level.batch.physical(t) if mapped and t is not None else t for t, mapped in zip(found, self.outs, strict=True)]
 
     def cotangents_down(self, cotangents: Sequence[Any]) -> Cotangents:
         """An argument that all samples share gets the sum of what they say."""
         found = []
-        for g, mapped in zip(cotangents, self.args, strict=True):
+        for g, mapped in zip(map(self.level.content, cotangents), self.args, strict=True):
             if g is not None and (any(self.outs) or self.level.owns(g)):
                 g = self.level.batch.physical(g)
                 g = g if mapped else aten.sum.dim_IntList(g, [0])
@@ -270,26 +271,28 @@ class Ruled(Call):
     def _for_all_samples(self, mapped: Mapped) -> Ruled:
         def function(args: Flat) -> Flat:
             with back_in(mapped.level):
-                return mapped.down(self.function(mapped.up(args, mapped.args)), self.name)
+                results = self.function(mapped.up(args, mapped.args))
+            return mapped.down(results, self.name)
 
         def prepare(args: Flat, outs: Flat | None, needed: list[int]) -> tuple[Flat, Any, frozenset[int]]:
             assert self.prepare is not None
             with back_in(mapped.level):
                 given = mapped.up(outs, mapped.outs) if outs is not None else None
                 results, context, constant = self.prepare(mapped.up(args, mapped.args), given, needed)
-                return mapped.down(results, self.name), context, constant
+            return mapped.down(results, self.name), context, constant
 
         def backward(context: Any, cotangents: Cotangents) -> Cotangents:
             assert self.backward is not None
             with back_in(mapped.level):
-                return mapped.cotangents_down(self.backward(context, mapped.up(cotangents, mapped.outs)))
+                found = self.backward(context, mapped.up(cotangents, mapped.outs))
+            return mapped.cotangents_down(found)
 
         def forward(args: Flat, outs: Flat | None, tangents: Flat) -> tuple[Flat, Flat]:
             assert self.forward is not None
             with back_in(mapped.level):
                 given = mapped.up(outs, mapped.outs) if outs is not None else None
                 results, pushed = self.forward(mapped.up(args, mapped.args), given, mapped.up(tangents, mapped.args))
-                return mapped.down(results, self.name), mapped.tangents_down(pushed)
+            return mapped.down(results, self.name), mapped.tangents_down(pushed)
 
         return Ruled(
             self.name,

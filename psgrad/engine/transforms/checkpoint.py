@@ -73,7 +73,8 @@ class Recomputed(Call):
     def _through(self, mapped: Mapped, function: Callable[[Flat], Flat]) -> Callable[[Flat], Flat]:
         def run(args: Flat) -> Flat:
             with back_in(mapped.level):
-                return mapped.down(function(mapped.up(args, mapped.args)), self.name)
+                results = function(mapped.up(args, mapped.args))
+            return mapped.down(results, self.name)
 
         return run
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms.derivatives import DerivativeLevel, DerivativeTracer, Position
+from psgrad.engine.transforms.levels import Level
 from psgrad.engine.transforms.operators import Op, aten
 from psgrad.engine.transforms.record import pull_back
 from psgrad.engine.transforms.reverse import GradLevel
@@ -121,13 +122,19 @@ def transposed_vjp(rule: DerivativeRule, out: Any, args: Any, kwargs: Any, tange
     return found if several else found[0]
 
 
-def transpose(linear: Callable[[list[Any]], list[torch.Tensor | None]], inputs: list[Any], cotangents: list[torch.Tensor]) -> list[Any]:
+def transpose(
+    linear: Callable[[list[Any]], list[torch.Tensor | None]],
+    inputs: list[Any],
+    cotangents: list[torch.Tensor],
+    above: Level | None = None,
+) -> list[Any]:
     """The transpose of a linear function of tensors shaped like `inputs`, applied to `cotangents`. None stands for zero.
 
-    `linear` is told None for inputs that have no derivative (integers, what is no tensor).
+    `linear` is told None for inputs that have no derivative (integers, what is no tensor). It may use levels that are active and
+    stand on `above`.
     """
     level = GradLevel()
-    with level.active(), torch.set_grad_enabled(True):
+    with level.active(above), torch.set_grad_enabled(True):
         leaves = [
             level.leaf(torch.zeros(x.shape, dtype=x.dtype, device=x.device))
             if isinstance(x, torch.Tensor) and (x.dtype.is_floating_point or x.dtype.is_complex)

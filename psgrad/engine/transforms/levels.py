@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -161,7 +161,8 @@ class Level:
             if grad_mode is not None:
                 exits.enter_context(torch.set_grad_enabled(grad_mode))
             exits.enter_context(below_autograd())
-            exits.enter_context(_slow_paths)
+            for switch in switches:
+                exits.enter_context(switch)
             if not state.interpreting:
                 exits.enter_context(_Interpreter())
             exits.enter_context(self.active())
@@ -242,7 +243,8 @@ class _SlowPaths:
                 torch.backends.mha.set_fastpath_enabled(self.enabled_before)
 
 
-_slow_paths = _SlowPaths()
+# What is set differently in the whole process while a transform runs (also: autograd_function.py).
+switches: list[AbstractContextManager[None]] = [_SlowPaths()]
 
 
 class _Interpreter(TorchDispatchMode):
@@ -299,7 +301,8 @@ class Attached(TorchDispatchMode):
 def users_program() -> Iterator[None]:
     """While the pass back runs a function of the user's: as in a level's body, its operators are seen, also those without tracers."""
     with ExitStack() as exits:
-        exits.enter_context(_slow_paths)
+        for switch in switches:
+            exits.enter_context(switch)
         if not isinstance(_get_current_dispatch_mode(), _Interpreter):
             exits.enter_context(_Interpreter())
         yield

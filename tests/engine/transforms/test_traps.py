@@ -113,27 +113,12 @@ class Reversed(torch.autograd.Function):
         return -g
 
 
-class ReversedWithSetup(torch.autograd.Function):
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x * 1
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return -g
-
-
-@pytest.mark.parametrize("function", [Reversed, ReversedWithSetup])
-def test_autograd_functions_are_refused_by_name(function: Any) -> None:
+def test_an_autograd_function_without_setup_context_is_refused_by_name() -> None:
     def f(x: Tensor) -> Tensor:
-        return function.apply(x * 2).sum()
+        return Reversed.apply(x * 2).sum()
 
     for program in (lambda: grad(f)(torch.ones(3)), lambda: vmap(grad(f))(torch.ones(2, 3)), lambda: grad(grad(f))(torch.ones(()))):
-        assert function.__name__ in refusal(program)
+        assert "Reversed" in refusal(program)
     assert torch.equal(vmap(f)(torch.ones(2, 3)), torch.full((2,), 6.0))
 
 

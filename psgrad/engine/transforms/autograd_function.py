@@ -1,0 +1,255 @@
+"""torch.autograd.Function inside a transformed function: its backward, jvp and vmap are taken as rules.
+
+PyTorch has no hook for the call. But `Function.apply` looks its next step up in a base class, as an attribute that comes from C; while a
+transform runs, the base class has one of its own, ours, which also reaches functions that were bound before (`f = MyFunction.apply`).
+
+A Function must be written with `setup_context`, as torch.func demands too: else what its forward keeps for the backward belongs to a
+floor that is not known yet. One without is left to PyTorch, and refused as soon as its backward would be needed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+
+from psgrad.engine.transforms import diagnostics
+from psgrad.engine.transforms.batching import BatchLevel
+from psgrad.engine.transforms.calls import Cotangents, Flat, Ruled, hand_down, resting
+from psgrad.engine.transforms.levels import read_only, state, switches
+from psgrad.engine.transforms.rules.families import sum_to
+from psgrad.errors import TransformError
+
+_Base: Any = next(kind for kind in torch._C._FunctionBase.__subclasses__() if kind.__name__ == "_SingleLevelFunction")
+_Function: Any = next(kind for kind in _Base.__subclasses__() if kind.__name__ == "Function")
+
+
+class Context:
+    """What a Function's `setup_context`, `backward` and `jvp` know as `ctx`. It takes any attribute, as PyTorch's does."""
+
+    def __init__(self, name: str, needs_input_grad: tuple[bool, ...]) -> None:
+        self.name = name
+        self.needs_input_grad = needs_input_grad
+        self.materialize_grads = True
+        self.to_save: tuple[Any, ...] = ()
+        self.saved_for_forward: tuple[Any, ...] | None = None
+        self.non_differentiable: tuple[torch.Tensor, ...] = ()
+        self.pushing = False  # whether it is `jvp` that asks
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        self.to_save = tensors
+
+    def save_for_forward(self, *tensors: Any) -> None:
+        self.saved_for_forward = tensors
+
+    @property
+    def saved_tensors(self) -> tuple[Any, ...]:
+        return self.saved_for_forward if self.pushing and self.saved_for_forward is not None else self.to_save
+
+    def mark_non_differentiable(self, *tensors: torch.Tensor) -> None:
+        self.non_differentiable = tensors
+
+    def set_materialize_grads(self, value: bool) -> None:
+        self.materialize_grads = value
+
+    def mark_dirty(self, *tensors: torch.Tensor) -> None:
+        raise TransformError(
+            f"torch.autograd.Function {self.name} writes in place into an argument (mark_dirty){diagnostics.where()}",
+            expected="a Function that returns new tensors",
+            next_step="clone the argument in forward and write into the clone",
+        )
+
+
+class VmapInfo(NamedTuple):
+    """What a Function's `vmap` is told of the axis."""
+
+    batch_size: int
+    randomness: str
+
+
+def applied(function: Any, args: tuple[Any, ...]) -> Any:
+    """`function.apply(*args)` by its own rules, at whatever levels are active."""
+    call = _Application(function)
+    outs = hand_down(call, list(args))
+    return call.structured(outs)
+
+
+class _Application(Ruled):
+    """One call of a Function."""
+
+    def __init__(self, function: Any) -> None:
+        self.kind = function
+        self.single: bool | None = None  # whether the Function returned something else than a tuple
+        has_backward = function.backward is not _Base.backward or function.vjp is not _Base.vjp
+        super().__init__(
+            f"torch.autograd.Function {function.__name__}",
+            self._forward,
+            self._setup_for_backward if has_backward else None,
+            self._backward if has_backward else None,
+            self._jvp if function.jvp is not _Base.jvp else None,
+            value_first=True,
+        )
+        self.batches = function.vmap is not _Function.vmap
+
+    def structured(self, outs: Flat) -> Any:
+        return outs[0] if self.single else tuple(outs)
+
+    def _forward(self, args: Flat) -> Flat:
+        with torch.no_grad():
+            return self._flat(self.kind.forward(*args))
+
+    def _flat(self, result: Any) -> Flat:
+        self.single = not isinstance(result, tuple)
+        return [result] if self.single else list(result)
+
+    def _context(self, args: Flat, outs: Flat, needed: list[int]) -> Context:
+        context = Context(self.name, tuple(i in needed for i in range(len(args))))
+        self.kind.setup_context(context, tuple(args), self.structured(outs))
+        return context
+
+    def _setup_for_backward(self, args: Flat, outs: Flat | None, needed: list[int]) -> tuple[Flat, Any, frozenset[int]]:
+        assert outs is not None
+        context = self._context(args, outs, needed)
+        constant = frozenset(i for i, x in enumerate(outs) if any(x is y for y in context.non_differentiable))
+        return outs, (context, outs, [getattr(x, "shape", None) for x in args]), constant
+
+    def _backward(self, prepared: Any, cotangents: Cotangents) -> Cotangents:
+        context, outs, shapes = prepared
+        if context.materialize_grads:
+            cotangents = [
+                torch.zeros_like(x) if g is None and isinstance(x, torch.Tensor) else g for g, x in zip(cotangents, outs, strict=True)
+            ]
+        backward = self.kind.backward if self.kind.backward is not _Base.backward else self.kind.vjp
+        if _is_once_differentiable(backward):
+            return self._counted(_once(self.name, backward.__wrapped__, context, cotangents), shapes)
+        return self._counted(backward(context, *cotangents), shapes)
+
+    def _counted(self, found: Any, shapes: list[Any]) -> Cotangents:
+        """One cotangent an argument. As PyTorch does, one that was not summed over axes that were broadcast is summed here."""
+        cotangents = list(found) if isinstance(found, tuple) else [found]
+        surplus = cotangents[len(shapes) :]
+        if len(cotangents) < len(shapes) or any(g is not None for g in surplus):
+            raise TransformError(
+                f"{self.name}: backward returned {len(cotangents)} gradients, forward takes {len(shapes)} arguments",
+                expected="one gradient an argument, None for those that are no tensors",
+            )
+        return [
+            sum_to(g, shape, g.dtype) if isinstance(g, torch.Tensor) and shape is not None and _broadcasts(shape, g.shape) else g
+            for g, shape in zip(cotangents, shapes, strict=False)
+        ]
+
+    def _jvp(self, args: Flat, outs: Flat | None, tangents: Flat) -> tuple[Flat, Flat]:
+        assert outs is not None
+        context = self._context(args, outs, [i for i, t in enumerate(tangents) if t is not None])
+        if context.materialize_grads:
+            tangents = [
+                torch.zeros_like(x) if t is None and isinstance(x, torch.Tensor) and x.dtype.is_floating_point else t
+                for t, x in zip(tangents, args, strict=True)
+            ]
+        context.pushing = True
+        pushed = self.kind.jvp(context, *tangents)
+        pushed = list(pushed) if isinstance(pushed, tuple) else [pushed]
+        if len(pushed) != len(outs) or any(t is not None and t.shape != x.shape for t, x in zip(pushed, outs, strict=True)):
+            raise TransformError(
+                f"{self.name}: jvp returned tangents of shapes {[getattr(t, 'shape', None) for t in pushed]} "
+                f"for results of shapes {[getattr(x, 'shape', None) for x in outs]}",
+                expected="one tangent a result, shaped like it",
+            )
+        return outs, [None if any(x is y for y in context.non_differentiable) else t for t, x in zip(pushed, outs, strict=True)]
+
+    def batch(self, level: BatchLevel, args: Flat) -> Flat:
+        args = [level.content(x) for x in args]
+        if not self.batches:
+            return super().batch(level, args)
+        if not any(level.owns(x) for x in args):
+            return hand_down(self, args, below=level)
+        in_dims = tuple(0 if level.owns(x) else None for x in args)
+        values = [level.batch.raw(x) for x in args]
+        with resting(level), read_only(values):
+            pair = self.kind.vmap(VmapInfo(level.size, level.randomness), in_dims, *values)
+        if not (isinstance(pair, tuple) and len(pair) == 2):
+            raise TransformError(
+                f"{self.name}: vmap returned a {type(pair).__name__}{diagnostics.where()}", expected="a pair (output, out_dims)"
+            )
+        outs = self._flat(pair[0])
+        out_dims = [pair[1]] * len(outs) if not isinstance(pair[1], tuple) else list(pair[1])
+        if len(out_dims) != len(outs):
+            raise TransformError(f"{self.name}: vmap returned {len(outs)} outputs and {len(out_dims)} out_dims{diagnostics.where()}")
+        return [x if dim is None else level.lift(x.movedim(dim, 0)) for x, dim in zip(outs, out_dims, strict=True)]
+
+
+def _broadcasts(shape: torch.Size, other: torch.Size) -> bool:
+    """Whether a tensor of `shape` can be expanded to another shape."""
+    extra = len(other) - len(shape)
+    return extra >= 0 and all(size in (1, longer) for size, longer in zip(shape, other[extra:], strict=True))
+
+
+def _is_once_differentiable(backward: Any) -> bool:
+    code = getattr(backward, "__code__", None)
+    return code is not None and code.co_qualname == "once_differentiable.<locals>.wrapper" and code.co_filename == _ONCE_FILE
+
+
+_ONCE_FILE = _Base.forward.__code__.co_filename
+
+
+def _once(name: str, backward: Callable[..., Any], context: Context, cotangents: Cotangents) -> Any:
+    """A backward whose own derivative is not to be had: an error where somebody asks for it."""
+    saved = context.to_save
+    single = False
+
+    def function(values: Flat) -> Flat:
+        nonlocal single
+        context.to_save = tuple(values[: len(saved)])
+        try:
+            with torch.no_grad():
+                found = backward(context, *values[len(saved) :])
+        finally:
+            context.to_save = saved
+        single = not isinstance(found, tuple)
+        return [found] if single else list(found)
+
+    def refuse(*args: Any) -> Any:
+        raise TransformError(
+            f"the backward of {name} is differentiated, and marked @once_differentiable",
+            next_step="write the backward with differentiable operators and leave the mark out; forward mode can do with a jvp of its own",
+        )
+
+    def prepare(args: Flat, outs: Flat | None, needed: list[int]) -> tuple[Flat, Any, frozenset[int]]:
+        assert outs is not None
+        return outs, None, frozenset()
+
+    call = Ruled(f"the backward of {name}", function, prepare, refuse, refuse, value_first=True)
+    outs = hand_down(call, [*saved, *cotangents])
+    return outs[0] if single else tuple(outs)
+
+
+def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    if state.stack and cls.setup_context is not _Base.setup_context and not kwargs:
+        return applied(cls, args)
+    return super(_Base, cls).apply(*args, **kwargs)
+
+
+class _Interception(AbstractContextManager[None]):
+    """In place while a transform runs in any thread; where none runs in the calling thread, it goes on to PyTorch's own."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.running = 0
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if self.running == 0:
+                _Base.apply = classmethod(_apply)
+            self.running += 1
+
+    def __exit__(self, *error: Any) -> None:
+        with self.lock:
+            self.running -= 1
+            if self.running == 0:
+                del _Base.apply
+
+
+switches.append(_Interception())
