@@ -9,6 +9,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from psgrad.engine.transforms import diagnostics
+from psgrad.engine.transforms.levels import rules_only
 from psgrad.engine.transforms.record import Node, pull_back
 from psgrad.engine.transforms.reverse import GradLevel, GradTracer
 from psgrad.errors import TransformError
@@ -82,7 +83,8 @@ def cotangents_and_value(
         aux = tree_map(lambda x: lower(level, x), aux)
         # what only the function's last lines needed must not live on through the pass back
         del traced, leaves, out
-    seeds = [(end, torch.ones((), dtype=value.dtype, device=value.device))] if end is not None else []
+    with rules_only():  # a number of ours, into which nobody writes
+        seeds = [(end, torch.ones((), dtype=value.dtype, device=value.device))] if end is not None else []
     cotangents = pull_back(seeds, [start.node for start in starts], keep=False, attached=level.attached, consume=consume)
     return Gradients(cotangents, primals, specs, value, aux)
 
