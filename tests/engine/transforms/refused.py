@@ -5,6 +5,17 @@ An entry stands here if any of its sample calls is refused; the others must be r
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+
+class Refusal(NamedTuple):
+    """Why an entry is refused, and the words, one of which each of its refusals holds."""
+
+    words: str
+    reason: str
+    rows: frozenset[str] | None = None  # where it is; None: in every row, for an operator without derivative in every row under vmap
+
+
 # Operator without a rule -> the entries that end in it.
 WITHOUT_RULE = {
     "aten::_histogramdd_bin_edges aten::_histogramdd_from_bin_tensors": "histogramdd",
@@ -17,42 +28,50 @@ WITHOUT_RULE = {
     "aten::histogram.bin_ct aten::histogram.bins_tensor": "histogram",
 }
 
-# They draw, which vmap refuses by default; tests/engine/transforms/test_semantics.py holds their draws against native ones.
-RANDOM = (
-    "cauchy exponential geometric log_normal normal.in_place uniform "
-    "nn.functional.scaled_dot_product_attention randn_like rand_like randint_like multinomial normal "
-    "normal.number_mean bernoulli nn.functional.dropout nn.functional.dropout2d nn.functional.dropout3d "
-    "nn.functional.alpha_dropout nn.functional.feature_alpha_dropout.with_train "
-    "nn.functional.multi_head_attention_forward svd_lowrank pca_lowrank "
-    "nn.functional.rrelu nn.functional.fractional_max_pool2d nn.functional.fractional_max_pool3d "
-)
-
 # Under vmap they would need a Python number, a branch or a shape that differs between samples.
 DEPENDS_ON_DATA = (
     "item allclose cov equal masked_select narrow tensor_split unique unique_consecutive "
     "nonzero argwhere nn.functional.gaussian_nll_loss repeat_interleave "
 )
 
-# Everything else -> words of the refusal, and why it is one.
+MAPPED = frozenset({"vmap(grad)", "vmap(vjp)", "vmap(jvp)", "vmap(vjp of vjp)", "vjp of vmap"})
+
+# One draw for all samples, where what is drawn depends on the sample.
+CANNOT_DRAW_THE_SAME = "multinomial normal normal.number_mean bernoulli "
+
+# Right as it is; in place it changes its target's shape.
+SHAPE_IN_PLACE = "t transpose squeeze squeeze.multiple unsqueeze addbmm nn.functional.dropout3d stft "
+
+# Right as it is; but what is written to the result does not reach the tensor that it is a view of.
+NOT_WRITTEN_THROUGH = "expand_as unfold view_as_complex "
+
+# Everything else.
 OTHERWISE = {
-    "stft": "transpose_",  # turns its result round in place
-    "sparse.sampled_addmm": "layout torch.sparse_csr",  # tracers are dense
-    "sparse.mm.reduce": "layout torch.sparse_csr",
-    "resize_": "resize",
-    "resize_as_": "resize",
-    "native_batch_norm": "writes in place",  # the layer behind it, nn.functional.batch_norm, works: running statistics are arguments
-    "_native_batch_norm_legit": "writes in place",
-    "_batch_norm_with_update": "writes in place",
-    "nn.functional.batch_norm": "batch norm copy_",  # running statistics from outside the function, updated
+    "float_power": Refusal("writes in place", "right as it is, but not in place"),
+    "floor_divide": Refusal("writes in place", "right as it is, but not in place", frozenset({"vjp", "vmap(vjp)"})),
+    "sparse.sampled_addmm": Refusal("layout torch.sparse_csr", "a traced value is dense"),
+    "sparse.mm.reduce": Refusal("layout torch.sparse_csr", "a traced value is dense"),
+    "resize_": Refusal("resize", "changes how much memory a tensor has", frozenset({"vjp", "vmap(vjp)"})),
+    "resize_as_": Refusal("resize", "changes how much memory a tensor has"),
+    "native_batch_norm": Refusal("writes in place", "writes running statistics; `nn.functional.batch_norm` reads them"),
+    "_native_batch_norm_legit": Refusal("writes in place", "writes running statistics; `nn.functional.batch_norm` reads them"),
+    "_batch_norm_with_update": Refusal("writes in place", "writes running statistics; `nn.functional.batch_norm` reads them"),
+    "nn.functional.batch_norm": Refusal("batch norm copy_", "in training mode it mixes samples, and writes running statistics"),
+    "nn.functional.rrelu": Refusal("writes in place", "draws into an argument"),
 }
 
 REFUSED = {
-    **{entry: operator for operator, entries in WITHOUT_RULE.items() for entry in entries.split()},
-    **dict.fromkeys(RANDOM.split(), "randomness='error'"),
-    **dict.fromkeys(DEPENDS_ON_DATA.split(), "between samples"),
+    **{
+        entry: Refusal(operators, f"no rule for {', '.join(f'`{operator}`' for operator in operators.split())}")
+        for operators, names in WITHOUT_RULE.items()
+        for entry in names.split()
+    },
+    **dict.fromkeys(DEPENDS_ON_DATA.split(), Refusal("between samples", "a number, a branch or a shape that samples disagree on", MAPPED)),
+    **dict.fromkeys(CANNOT_DRAW_THE_SAME.split(), Refusal("can't draw the same", "what is drawn depends on the sample", MAPPED)),
+    **dict.fromkeys(SHAPE_IN_PLACE.split(), Refusal("in place", "changes a shape in place")),
+    **dict.fromkeys(NOT_WRITTEN_THROUGH.split(), Refusal("writes in place", "a write through the result, which is a view")),
     **OTHERWISE,
 }
-"""Entry -> words, one of which each of its refusals holds."""
 
 # What can't be judged, and why.
 UNJUDGED = {
@@ -62,6 +81,9 @@ UNJUDGED = {
         for kind in ("unary", "binary", "4inputs_with_extra_args", "binary_return_by_ref", "2inputs_2outputs")
     },
 }
+
+# The same under vmap.
+UNJUDGED_MAPPED = dict.fromkeys(("sparse.sampled_addmm", "sparse.mm.reduce"), "sparse samples can't be stacked")
 
 # The same for the second derivative.
 UNJUDGED_TWICE = {
