@@ -14,11 +14,21 @@ from psgrad.engine.transforms.functional import stack_module_state as stack_modu
 from psgrad.engine.transforms.jacobians import hessian as hessian
 from psgrad.engine.transforms.jacobians import jacfwd as jacfwd
 from psgrad.engine.transforms.jacobians import jacrev as jacrev
+from psgrad.engine.transforms.named_axis import all_gather as all_gather
+from psgrad.engine.transforms.named_axis import axis_index as axis_index
+from psgrad.engine.transforms.named_axis import axis_size as axis_size
+from psgrad.engine.transforms.named_axis import pmax as pmax
+from psgrad.engine.transforms.named_axis import pmean as pmean
+from psgrad.engine.transforms.named_axis import pmin as pmin
+from psgrad.engine.transforms.named_axis import psum as psum
 from psgrad.engine.transforms.pushforward import jvp as jvp
 from psgrad.engine.transforms.pushforward import linearize as linearize
 from psgrad.engine.transforms.vectorize import vmap as vmap
 
 __all__ = [
+    "all_gather",
+    "axis_index",
+    "axis_size",
     "capture",
     "checkpoint",
     "custom_jvp",
@@ -32,6 +42,10 @@ __all__ = [
     "jacrev",
     "jvp",
     "linearize",
+    "pmax",
+    "pmean",
+    "pmin",
+    "psum",
     "stack_module_state",
     "vjp",
     "vmap",

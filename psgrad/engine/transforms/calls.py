@@ -20,6 +20,7 @@ import torch
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.batching import BatchLevel
+from psgrad.engine.transforms.branching import Divergence
 from psgrad.engine.transforms.derivatives import DerivativeLevel
 from psgrad.engine.transforms.forward import ForwardLevel, transpose
 from psgrad.engine.transforms.levels import Level, Tracer, map_tracers, read_only, resurrect, state, tensors_in, users_program
@@ -129,8 +130,21 @@ def back_in(level: Level) -> Iterator[None]:
     """Inside a level, which is entered again if it was left."""
     with ExitStack() as exits:
         exits.enter_context(users_program())
-        exits.enter_context(_adopting(True, [level]) if level.alive else level.active())
-        yield
+        if level.alive:
+            exits.enter_context(_adopting(True, [level]))
+            yield
+            return
+        exits.enter_context(level.active())
+        try:
+            yield
+        except Divergence as divergence:
+            if divergence.level is not level:
+                raise
+            raise TransformError(
+                f"samples disagree on a branch{divergence.where} in a function that runs on the way back",
+                cause="their vmap has ended, which would have run the function once for each outcome",
+                next_step="write the branch with torch.where",
+            ) from None
 
 
 @contextmanager

@@ -1,0 +1,166 @@
+"""A named sample axis: collectives by which a mapped function says, by the axis's name, where it looks at other samples.
+
+    vmap(loss, axis_name="samples")        # inside: pmean(x, "samples") is the mean of x over all samples
+
+A collective is linear, and its transpose is a collective: `psum` is its own, that of `all_gather` hands each sample the sum of what all
+samples say about its row. So under `grad` *inside* `vmap` cotangents cross samples as values did, and sample i's gradient is that of the
+*sum of all samples' losses* in what sample i alone holds, its own copy of the parameters included. Summed over the samples these are the
+gradient of the summed loss in the shared parameters; one of them is not the gradient of that sample's loss, which is not its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from psgrad.engine.transforms import diagnostics
+from psgrad.engine.transforms.batching import BatchLevel
+from psgrad.engine.transforms.calls import Call, Cotangents, Flat, Recorded, hand_down, own_values, resting
+from psgrad.engine.transforms.forward import ForwardLevel
+from psgrad.engine.transforms.levels import state
+from psgrad.engine.transforms.operators import aten
+from psgrad.engine.transforms.reverse import GradLevel
+from psgrad.errors import TransformError
+
+
+def psum(x: Any, axis_name: str) -> Any:
+    """The sum over the samples of each tensor of a pytree: the same for all samples."""
+    return _collective(_Sum, x, axis_name)
+
+
+def pmean(x: Any, axis_name: str) -> Any:
+    """The mean over the samples of each tensor of a pytree."""
+    size = axis_size(axis_name)
+    return tree_map(lambda total: total / size, psum(x, axis_name))
+
+
+def pmax(x: Any, axis_name: str) -> Any:
+    """The greatest over the samples, element by element; samples that are equally great share its cotangent."""
+    return tree_map(lambda rows: rows.amax(0), all_gather(x, axis_name))
+
+
+def pmin(x: Any, axis_name: str) -> Any:
+    """The least over the samples, element by element; samples that are equally small share its cotangent."""
+    return tree_map(lambda rows: rows.amin(0), all_gather(x, axis_name))
+
+
+def all_gather(x: Any, axis_name: str) -> Any:
+    """All samples' values, [n, *shape], for each tensor of a pytree: the same for all samples, and copied for none."""
+    return _collective(_Gather, x, axis_name)
+
+
+def axis_index(axis_name: str) -> torch.Tensor:
+    """The number of the sample, int64."""
+    level = axis_level(axis_name)
+    with resting(level):
+        return level.lift(torch.arange(level.size))
+
+
+def axis_size(axis_name: str) -> int:
+    """How many samples there are."""
+    return axis_level(axis_name).size
+
+
+def axis_level(name: str) -> BatchLevel:
+    """The innermost vmap that gave its axis this name."""
+    scope = [level for level in reversed(state.stack) if isinstance(level, BatchLevel) and level.axis_name is not None]
+    for level in scope:
+        if level.axis_name == name:
+            return level
+    raise TransformError(
+        f"no axis named {name!r} is in scope{diagnostics.where()}",
+        expected=f"one of the axes in scope: {', '.join(repr(level.axis_name) for level in scope)}"
+        if scope
+        else "a vmap around this with axis_name=..., and there is none",
+        next_step=f"name it where the function is mapped: vmap(f, axis_name={name!r})",
+    )
+
+
+def _collective(kind: Callable[[BatchLevel], _Collective], tree: Any, axis_name: str) -> Any:
+    level = axis_level(axis_name)
+
+    def of_one(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            raise TransformError(
+                f"a collective over axis {axis_name!r} was given a {type(x).__name__}{diagnostics.where()}", expected="tensors"
+            )
+        return hand_down(kind(level), [x])[0]
+
+    return tree_map(of_one, tree)
+
+
+class _Collective(Call):
+    """A linear function of one tensor of all samples of `level`. Subclasses say which, and its transpose."""
+
+    batches = True
+
+    def __init__(self, level: BatchLevel, axis: int = 0) -> None:
+        """axis: of the tensor that has one entry a sample (see `_Gather`); other vmaps, farther in, put theirs in front of it."""
+        super().__init__(f"a collective over axis {level.axis_name!r}")
+        self.level, self.axis = level, axis
+
+    def of_samples(self, physical: torch.Tensor) -> torch.Tensor:
+        """The result at the level, from the value with the sample axis in front."""
+        raise NotImplementedError
+
+    def transposed(self) -> _Collective:
+        raise NotImplementedError
+
+    def run(self, args: Flat) -> Flat:
+        raise TransformError(
+            f"{self.name} is evaluated after its vmap has ended",
+            cause="a vjp_fn that was taken inside the mapped function is called outside of it",
+            next_step="call it inside",
+        )
+
+    def batch(self, level: BatchLevel, args: Flat) -> Flat:
+        (x,) = args
+        if level is self.level:
+            with resting(level):
+                return [self.of_samples(level.batch.physical(level.content(x)))]
+        x = level.content(x)
+        if not level.owns(x):
+            return hand_down(self, [x], below=level)
+        return [level.lift(y) for y in hand_down(type(self)(self.level, self.axis + 1), [x.below()], below=level)]
+
+    def differentiate(self, level: GradLevel, values: Flat, needed: list[int]) -> Recorded:
+        back = self.transposed()
+
+        def pull(cotangents: Cotangents) -> Cotangents:
+            return hand_down(back, cotangents)
+
+        return Recorded(own_values(level, hand_down(self, values, below=level), self.name), pull)
+
+    def push(self, level: ForwardLevel, values: Flat, tangents: Flat) -> tuple[Flat, Flat]:
+        return hand_down(self, values, below=level), hand_down(self, tangents, below=level)
+
+
+class _Sum(_Collective):
+    def of_samples(self, physical: torch.Tensor) -> torch.Tensor:
+        return aten.sum.dim_IntList(physical, [0])
+
+    def transposed(self) -> _Collective:
+        return self
+
+
+class _Gather(_Collective):
+    """Each sample gets all samples' values, along a new axis."""
+
+    def of_samples(self, physical: torch.Tensor) -> torch.Tensor:
+        return physical.movedim(0, self.axis)
+
+    def transposed(self) -> _Collective:
+        return _SumOfRows(self.level, self.axis)
+
+
+class _SumOfRows(_Collective):
+    """Each sample gets the sum of what all samples have in the row of its number."""
+
+    def of_samples(self, physical: torch.Tensor) -> torch.Tensor:
+        return self.level.lift(aten.sum.dim_IntList(physical, [0]).movedim(self.axis, 0))
+
+    def transposed(self) -> _Collective:
+        return _Gather(self.level, self.axis)
