@@ -136,7 +136,8 @@ def _lu_solve_batch(batch: Any, op: Op, lu: torch.Tensor, pivots: torch.Tensor, 
         factors = batch.physical(lu).reshape(*lead, *lu.shape), batch.physical(pivots).reshape(*lead, *pivots.shape)
     else:
         factors = raised(batch, lu, rank), raised(batch, pivots, rank - 1)
-    return op(*factors, raised(batch, b, rank), **kwargs)
+    # The kernel reads factors in columns where they lie, by the stride of their last leading axis, which says nothing if its length is one.
+    return op(*(factor.contiguous() for factor in factors), raised(batch, b, rank), **kwargs)
 
 
 def _ldl_solve_batch(batch: Any, op: Op, ld: torch.Tensor, pivots: torch.Tensor, b: torch.Tensor, **kwargs: Any) -> torch.Tensor:
