@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed, oriented
+from psgrad.engine.gradients.doubts import samples_where
 from psgrad.engine.gradients.terms import CANCELLATION, Product, Rows, Term, accumulating, accumulating_dtype, blocks, sum_of_products
 
 # Squares leave float32's range long before gradients do.
@@ -32,8 +33,7 @@ def _of_sum(terms: Sequence[Placed], norms: Sequence[torch.Tensor]) -> torch.Ten
     alone = torch.stack(list(norms)).sum(0)
     total = alone + 2 * _pairs(terms)
     doubtful = ~torch.isfinite(total) | (total < CANCELLATION * alone) | ((alone > 0) & (alone < _TINY))
-    if terms[0].term.dtype != torch.float64 and bool(doubtful.any()):
-        samples = torch.nonzero(doubtful).squeeze(1)
+    if terms[0].term.dtype != torch.float64 and len(samples := samples_where(doubtful)):
         exact = [Placed(placed.term.at(samples, torch.float64), placed.layout) for placed in terms]
         total[samples] = torch.stack([placed.term.square_norms() for placed in exact]).sum(0) + 2 * _pairs(exact)
     return total.clamp_(min=0)  # rounding may leave a tiny negative number
@@ -50,10 +50,11 @@ def reliable_square_norms(terms: Sequence[Term]) -> list[torch.Tensor]:
         return []
     norms = torch.stack([term.square_norms().double() for term in terms])
     doubtful = ~torch.isfinite(norms) | (norms < _TINY)
-    if bool(doubtful.any()):
-        for place, term in enumerate(terms):
-            if term.dtype != torch.float64 and bool(doubtful[place].any()):
-                _retake(term, norms[place], torch.nonzero(doubtful[place]).squeeze(1))
+    rounded = [place for place, term in enumerate(terms) if term.dtype != torch.float64]
+    if rounded and len(samples_where(doubtful.any(0))):
+        for place in rounded:
+            if len(samples := samples_where(doubtful[place])):
+                _retake(terms[place], norms[place], samples)
     return list(norms)
 
 

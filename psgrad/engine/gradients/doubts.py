@@ -1,0 +1,35 @@
+"""Norms that rounding may have spoilt: the samples are found and taken again by another way.
+
+Which samples these are depends on data, and a recorded program can't. There the doubt is noted instead, as one more result of the
+program, and whoever replays it takes the whole chunk again where it is raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+
+_noted: ContextVar[list[torch.Tensor] | None] = ContextVar("noted", default=None)
+
+
+def samples_where(doubtful: torch.Tensor) -> torch.Tensor:
+    """The samples [k] to take again, of a mask [n]; none while doubts are noted."""
+    noted = _noted.get()
+    if noted is None:
+        return torch.nonzero(doubtful).squeeze(1)
+    noted.append(doubtful.any())
+    return torch.empty(0, dtype=torch.int64, device=doubtful.device)
+
+
+@contextmanager
+def noting() -> Iterator[list[torch.Tensor]]:
+    """Doubts are collected, each a truth value, and nothing is taken again."""
+    noted: list[torch.Tensor] = []
+    token = _noted.set(noted)
+    try:
+        yield noted
+    finally:
+        _noted.reset(token)
