@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,7 +13,9 @@ from psgrad.engine.gradients.deferral import DeferredGradient, Placed, WeightDef
 from psgrad.engine.gradients.layout import Layout
 from psgrad.engine.gradients.norms import square_norms
 from psgrad.engine.gradients.terms import Dense, Term, accumulating
+from psgrad.engine.transforms import generators
 from psgrad.engine.transforms.batching import BatchLevel
+from psgrad.engine.transforms.branching import Divergence, WriteWatch
 from psgrad.engine.transforms.differentiate import cotangents_and_value
 from psgrad.engine.transforms.vectorize import flat_in_dims, mapped_size
 from psgrad.errors import TransformError
@@ -40,9 +42,20 @@ def per_sample_gradients(
         randomness: as for `vmap`.
 
     Nothing of the size n x parameters is made here, nor by a query that does not ask for it.
+
+    Where `loss` branches on a sample's data and samples disagree, it runs once for the samples of each outcome, as under `vmap`.
     """
     found: dict[str, DeferredGradient] = {}
-    losses, aux = _pass(loss, params, batch, in_dims, has_aux, randomness, found.__setitem__)
+    job = _Pass(loss, params, batch, in_dims, has_aux, randomness)
+    try:
+        losses, aux = job.run(found.__setitem__)
+    except Divergence as divergence:
+        groups = job.groups(divergence)
+        parts = [
+            per_sample_gradients(loss, params, *some, in_dims=in_dims, has_aux=has_aux, randomness=randomness)
+            for some in job.batches(groups)
+        ]
+        return PerSampleGradients.of_groups(parts, groups)
     return PerSampleGradients({name: found[name] for name in params}, losses, aux)
 
 
@@ -61,41 +74,75 @@ def per_sample_square_norms(
     """
     norms: dict[str, torch.Tensor] = {}
     computed_as: dict[str, str] = {}
+    job = _Pass(loss, params, batch, in_dims, has_aux, randomness)
 
     def contract(name: str, gradient: DeferredGradient) -> None:
         computed_as[name] = gradient.describe()
         if gradient.terms:
             norms[name] = square_norms([gradient])[0]
 
-    losses, aux = _pass(loss, params, batch, in_dims, has_aux, randomness, contract)
+    try:
+        losses, aux = job.run(contract)
+    except Divergence as divergence:
+        groups = job.groups(divergence)
+        parts = [
+            per_sample_square_norms(loss, params, *some, in_dims=in_dims, has_aux=has_aux, randomness=randomness)
+            for some in job.batches(groups)
+        ]
+        return SquareNorms.of_groups(parts, groups)
     zero = torch.zeros(losses.shape, dtype=torch.float64, device=losses.device)
     return SquareNorms({name: norms.get(name, zero) for name in params}, losses, aux, computed_as)
 
 
-def _pass(
-    loss: Callable[..., Any],
-    params: Mapping[str, torch.Tensor],
-    batch: tuple[Any, ...],
-    in_dims: Any,
-    has_aux: bool,
-    randomness: str,
-    consume: Callable[[str, DeferredGradient], None],
-) -> tuple[torch.Tensor, Any]:
-    """(losses [n], aux) of a batch; `consume` is told each parameter's gradient when it is complete."""
-    title = getattr(loss, "__name__", repr(loss))
-    flat, spec = tree_flatten(batch)
-    dims = flat_in_dims(in_dims, batch, flat, spec, title)
-    level = BatchLevel(mapped_size(flat, dims, title), randomness, WeightDeferral())
-    names = list(params)
+class _Pass:
+    """One pass forward and back over a batch, or over some samples of it."""
 
-    def complete(number: int, cotangent: torch.Tensor | None) -> None:
-        consume(names[number], _collected(level, params[names[number]], cotangent))
+    def __init__(self, loss: Any, params: Any, batch: tuple[Any, ...], in_dims: Any, has_aux: bool, randomness: str) -> None:
+        self.loss, self.params, self.has_aux = loss, params, has_aux
+        title = getattr(loss, "__name__", repr(loss))
+        self.flat, self.spec = tree_flatten(batch)
+        self.dims = flat_in_dims(in_dims, batch, self.flat, self.spec, title)
+        self.level = BatchLevel(mapped_size(self.flat, self.dims, title), randomness, WeightDeferral())
+        self.watch = WriteWatch(self.flat)
+        self.states = generators.states() if randomness == "same" else None
 
-    with level.body(attach=False):
-        traced = [x if d is None else level.lift(x.movedim(d, 0)) for x, d in zip(flat, dims, strict=True)]
-        record = cotangents_and_value(loss, (0,), (dict(params), *tree_unflatten(traced, spec)), {}, has_aux, complete)
-        aux = tree_map(lambda x: level.batch.physical(x) if isinstance(x, torch.Tensor) else x, record.aux)
-        return level.batch.physical(record.value), aux
+    def run(self, consume: Callable[[str, DeferredGradient], None]) -> tuple[torch.Tensor, Any]:
+        """(losses [n], aux); `consume` is told each parameter's gradient when it is complete."""
+        level, names = self.level, list(self.params)
+
+        def complete(number: int, cotangent: torch.Tensor | None) -> None:
+            consume(names[number], _collected(level, self.params[names[number]], cotangent))
+
+        with level.body(attach=False):
+            traced = [x if d is None else level.lift(x.movedim(d, 0)) for x, d in zip(self.flat, self.dims, strict=True)]
+            arguments = (dict(self.params), *tree_unflatten(traced, self.spec))
+            record = cotangents_and_value(self.loss, (0,), arguments, {}, self.has_aux, complete)
+            aux = tree_map(lambda x: level.batch.physical(x) if isinstance(x, torch.Tensor) else x, record.aux)
+            return level.batch.physical(record.value), aux
+
+    def groups(self, divergence: Divergence) -> list[torch.Tensor]:
+        """The samples of each outcome of a branch on which they disagree."""
+        if divergence.level is not self.level:
+            raise divergence
+        if self.watch.saw_a_write():
+            raise TransformError(
+                f"samples disagree on a branch{divergence.where}, after the loss had written into the batch",
+                next_step="write into a clone: the loss runs again for the samples of each outcome",
+            )
+        return divergence.groups(next(x.device for x, d in zip(self.flat, self.dims, strict=True) if d is not None))
+
+    def batches(self, groups: list[torch.Tensor]) -> Iterator[tuple[Any, ...]]:
+        for group in groups:
+            if self.states is not None:  # one draw for all samples, whatever group they are in
+                generators.restore(self.states)
+            chosen = [x if d is None else x.index_select(d, group) for x, d in zip(self.flat, self.dims, strict=True)]
+            yield tuple(tree_unflatten(chosen, self.spec))
+
+
+def _in_order(parts: list[Any], groups: list[torch.Tensor]) -> Any:
+    """What each group of samples gave (a pytree of tensors, sample axis in front), joined in the samples' order."""
+    order = torch.cat(groups).argsort()
+    return tree_map(lambda *items: torch.cat(items).index_select(0, order) if isinstance(items[0], torch.Tensor) else items[0], *parts)
 
 
 def _collected(level: BatchLevel, parameter: torch.Tensor, cotangent: torch.Tensor | None) -> DeferredGradient:
@@ -138,6 +185,22 @@ class PerSampleGradients:
     gradients: dict[str, DeferredGradient]
     losses: torch.Tensor
     aux: Any = None
+
+    @classmethod
+    def of_groups(cls, parts: list[PerSampleGradients], groups: list[torch.Tensor]) -> PerSampleGradients:
+        """The gradients of groups of samples as one; `groups` holds each one's places."""
+        count = sum(len(part) for part in parts)
+
+        def gradient(name: str) -> DeferredGradient:
+            terms = [
+                Placed(placed.term.among(group, count), placed.layout)
+                for part, group in zip(parts, groups, strict=True)
+                for placed in part.gradients[name].terms
+            ]
+            return parts[0].gradients[name].with_terms(_merged(terms))
+
+        losses, aux = _in_order([(part.losses, part.aux) for part in parts], groups)
+        return cls({name: gradient(name) for name in parts[0].gradients}, losses, aux)
 
     def __len__(self) -> int:
         return int(self.losses.shape[0])
@@ -214,6 +277,13 @@ class SquareNorms:
     losses: torch.Tensor
     aux: Any
     computed_as: dict[str, str]
+
+    @classmethod
+    def of_groups(cls, parts: list[SquareNorms], groups: list[torch.Tensor]) -> SquareNorms:
+        """The norms of groups of samples as one; `groups` holds each one's places."""
+        norms, losses, aux = _in_order([(part.by_parameter, part.losses, part.aux) for part in parts], groups)
+        ways = {name: " | ".join(dict.fromkeys(part.computed_as[name] for part in parts)) for name in parts[0].computed_as}
+        return cls(norms, losses, aux, ways)
 
     def __len__(self) -> int:
         return int(self.losses.shape[0])

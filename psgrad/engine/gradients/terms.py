@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 import torch
 
+from psgrad.engine.gradients.doubts import samples_where
 from psgrad.engine.transforms.rules.convolution import Geometry, as_matrices, grouped_kernel_is_fast, weight_gradients
 
 # Bytes of the intermediates of one block of samples: small enough for a processor's cache, large enough for a GPU's kernels.
@@ -87,6 +88,16 @@ class Term(ABC):
     @abstractmethod
     def at(self, samples: slice | torch.Tensor, dtype: torch.dtype | None = None) -> Term:
         """The same for some of the samples, in another precision if asked."""
+
+    def among(self, places: torch.Tensor, count: int) -> Self:
+        """The same among `count` samples: this term's stand at `places` [n], the others have zero."""
+        rows = torch.full((count,), self.samples, device=self.device).index_copy(0, places, torch.arange(self.samples, device=self.device))
+        padded = {
+            field.name: torch.cat([factor, factor.new_zeros(1, *factor.shape[1:])])
+            for field in fields(self)  # type: ignore[arg-type]
+            if isinstance(factor := getattr(self, field.name), torch.Tensor)
+        }
+        return replace(self, **padded).at(rows)  # type: ignore[type-var, return-value]
 
     @abstractmethod
     def square_norms(self) -> torch.Tensor:
@@ -240,7 +251,7 @@ class Product(Term):
         products = gram_left.mul_(gram_right)
         alone = products.diagonal(dim1=1, dim2=2).sum(1).reshape(-1, groups).sum(1)
         total = products.flatten(1).sum(1).reshape(-1, groups).sum(1)
-        cancelled = torch.nonzero(total < CANCELLATION * alone).squeeze(1)
+        cancelled = samples_where(total < CANCELLATION * alone)
         if len(cancelled):
             total[cancelled] = self.at(cancelled + block.start, total.dtype).materialised_square_norms()
         return _zero_where_lost(total, *largest)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from psgrad.engine.transforms import generators
 from psgrad.engine.transforms.batching import RANDOMNESS, BatchLevel
+from psgrad.engine.transforms.branching import Divergence, WriteWatch
 from psgrad.errors import TransformError
 
 InDims = int | None | tuple[Any, ...]
@@ -22,6 +25,7 @@ def vmap(
     randomness: str = "error",
     *,
     chunk_size: int | None = None,
+    axis_name: str | None = None,
 ) -> Callable[..., Any]:
     """`func` over an axis of its arguments that it does not see.
 
@@ -32,6 +36,10 @@ def vmap(
         out_dims: where the axis stands in each output; None for an output that does not depend on mapped arguments.
         randomness: 'error', 'same' (one draw for all) or 'different' (a draw for each, as a batched program would draw).
         chunk_size: at most so many at a time; the outputs are joined.
+        axis_name: a name for the axis, by which `func` may look at other samples: see psum, pmean, all_gather.
+
+    Where `func` branches on a truth value or a whole number (`if`, `.item()`), and samples disagree, it runs once for the samples of each
+    outcome, and the outputs are joined in the samples' order.
     """
     if randomness not in RANDOMNESS:
         raise TransformError(f"Only allowed values for randomness are 'error', 'different', or 'same'. Got {randomness}")
@@ -43,41 +51,113 @@ def vmap(
         flat, spec = tree_flatten(args)
         dims = flat_in_dims(in_dims, args, flat, spec, name)
         size = mapped_size(flat, dims, name)
+        job = _Job(func, spec, dims, out_dims, randomness, kwargs, name, axis_name)
         if chunk_size is None or size <= chunk_size:
-            return _run(func, flat, spec, dims, size, out_dims, randomness, kwargs, name)
-        parts = []
-        state = torch.get_rng_state()
-        for start in range(0, size, chunk_size):
-            count = min(chunk_size, size - start)
-            if randomness == "same":
-                torch.set_rng_state(state)
-            piece = [x if d is None else x.narrow(d, start, count) for x, d in zip(flat, dims, strict=True)]
-            parts.append(_run(func, piece, spec, dims, count, out_dims, randomness, kwargs, name))
-        return _join(parts, out_dims, name)
+            return job.run(flat, size)
+        job.need_no_axis("in chunks")
+        bounds = [(start, min(chunk_size, size - start)) for start in range(0, size, chunk_size)]
+        return job.run_parts([[x if d is None else x.narrow(d, *bound) for x, d in zip(flat, dims, strict=True)] for bound in bounds])
 
     return functools.wraps(func)(mapped) if hasattr(func, "__name__") else mapped
 
 
-def _run(
-    func: Callable[..., Any],
-    flat: list[Any],
-    spec: Any,
-    dims: list[int | None],
-    size: int,
-    out_dims: Any,
-    randomness: str,
-    kwargs: Any,
-    name: str,
-) -> Any:
-    level = BatchLevel(size, randomness)
-    in_front = [x.movedim(d, 0) if d else x for x, d in zip(flat, dims, strict=True)]
-    with level.body():
-        traced = [x if d is None else level.lift(x) for x, d in zip(in_front, dims, strict=True)]
-        out = func(*tree_unflatten(traced, spec), **kwargs)
-    flat_out, out_spec = tree_flatten(out)
-    places = _broadcast_prefix(out_dims, out, out_spec, name)
-    physical = [_leave(level, x, d, name) for x, d in zip(flat_out, places, strict=True)]
-    return tree_unflatten(physical, out_spec)
+@dataclass(frozen=True)
+class _Job:
+    """One call of a mapped function, on all samples or on some."""
+
+    func: Callable[..., Any]
+    spec: Any
+    dims: list[int | None]
+    out_dims: Any
+    randomness: str
+    kwargs: dict[str, Any]
+    name: str
+    axis_name: str | None = None
+
+    def need_no_axis(self, how: str) -> None:
+        """Refuse to run on some of the samples what may look at all of them."""
+        if self.axis_name is not None:
+            raise TransformError(
+                f"vmap({self.name}, axis_name={self.axis_name!r}) has to run {how}, where a sample can't see all others",
+                expected="all samples at once, as `psum` and its kin over the named axis take them together",
+                next_step="leave out axis_name, or chunk_size; write a branch that depends on the sample with torch.where",
+            )
+
+    def run(self, flat: list[Any], size: int) -> Any:
+        level, watch = BatchLevel(size, self.randomness), WriteWatch(flat)
+        level.axis_name = self.axis_name
+        in_front = [x.movedim(d, 0) if d else x for x, d in zip(flat, self.dims, strict=True)]
+        before = generators.states() if self.randomness == "same" else None
+        try:
+            with level.body():
+                traced = [x if d is None else level.lift(x) for x, d in zip(in_front, self.dims, strict=True)]
+                out = self.func(*tree_unflatten(traced, self.spec), **self.kwargs)
+        except Divergence as divergence:
+            if divergence.level is not level:
+                raise
+            self.need_no_axis(f"sample by sample{divergence.where}")
+            if before is not None:
+                generators.restore(before)
+            return self._run_groups(flat, divergence, watch)
+        flat_out, out_spec = tree_flatten(out)
+        places = _broadcast_prefix(self.out_dims, out, out_spec, self.name)
+        physical = [_leave(level, x, d, self.name) for x, d in zip(flat_out, places, strict=True)]
+        return tree_unflatten(physical, out_spec)
+
+    def run_parts(self, parts: list[list[Any]], order: torch.Tensor | None = None) -> Any:
+        """The outputs for some samples after another, joined; then put in another order, if given."""
+        outputs, before = [], generators.states() if self.randomness == "same" else None
+        for part in parts:
+            if before is not None:
+                generators.restore(before)
+            outputs.append(self.run(part, next(x.shape[d] for x, d in zip(part, self.dims, strict=True) if d is not None)))
+        return self._joined(outputs, order)
+
+    def _run_groups(self, flat: list[Any], divergence: Divergence, watch: WriteWatch) -> Any:
+        if watch.saw_a_write():
+            raise TransformError(
+                f"vmap({self.name}, ...): samples disagree on a branch{divergence.where}, after an argument was written to in place",
+                expected="an argument that is as it was, as the function runs again for the samples of each outcome",
+                next_step="write into a clone of the argument",
+            )
+        device = next(x.device for x, d in zip(flat, self.dims, strict=True) if d is not None)
+        groups = divergence.groups(device)
+        parts = [[x if d is None else x.index_select(d, group) for x, d in zip(flat, self.dims, strict=True)] for group in groups]
+        return self.run_parts(parts, torch.cat(groups).argsort())
+
+    def _joined(self, parts: list[Any], order: torch.Tensor | None) -> Any:
+        flats, spec = [tree_flatten(part)[0] for part in parts], tree_flatten(parts[0])[1]
+        if any(tree_flatten(part)[1] != spec for part in parts):
+            raise TransformError(
+                f"vmap({self.name}, ...): `{self.name}` returns results of several structures",
+                cause="samples take different branches, and the branches return different things",
+            )
+        places = _broadcast_prefix(self.out_dims, parts[0], spec, self.name)
+        joined = [
+            self._one_of(items) if d is None else self._cat(items, d, order)
+            for items, d in zip(zip(*flats, strict=True), places, strict=True)
+        ]
+        return tree_unflatten(joined, spec)
+
+    def _cat(self, items: tuple[torch.Tensor, ...], dim: int, order: torch.Tensor | None) -> torch.Tensor:
+        dim = dim % items[0].dim()
+        shapes = [(*item.shape[:dim], *item.shape[dim + 1 :]) for item in items]
+        if any(shape != shapes[0] for shape in shapes):
+            raise TransformError(
+                f"vmap({self.name}, ...): `{self.name}` returns tensors of shapes {sorted(set(map(tuple, shapes)))}",
+                expected="one shape for all samples",
+                cause="samples take different branches, or lengths are taken from the data",
+            )
+        return torch.cat(items, dim) if order is None else torch.cat(items, dim).index_select(dim, order)
+
+    def _one_of(self, items: tuple[Any, ...]) -> Any:
+        same = all(torch.equal(x, items[0]) if isinstance(x, torch.Tensor) else x == items[0] for x in items[1:])
+        if not same:
+            raise TransformError(
+                f"vmap({self.name}, ...): `{self.name}` returns different values for different samples where out_dims is None",
+                next_step="give that output a place for the sample axis in out_dims",
+            )
+        return items[0]
 
 
 def _leave(level: BatchLevel, value: Any, dim: int | None, name: str) -> Any:
@@ -96,14 +176,6 @@ def _leave(level: BatchLevel, value: Any, dim: int | None, name: str) -> Any:
         raise TransformError(f"vmap({name}, ...): out_dims={dim} is out of range for an output with {rank} axes")
     physical = level.batch.physical(value)
     return physical.movedim(0, dim) if dim else physical
-
-
-def _join(parts: list[Any], out_dims: Any, name: str) -> Any:
-    flats = [tree_flatten(part)[0] for part in parts]
-    spec = tree_flatten(parts[0])[1]
-    places = _broadcast_prefix(out_dims, parts[0], spec, name)
-    joined = [items[0] if d is None else torch.cat(items, d) for items, d in zip(zip(*flats, strict=True), places, strict=True)]
-    return tree_unflatten(joined, spec)
 
 
 def flat_in_dims(in_dims: Any, args: tuple[Any, ...], flat: list[Any], spec: Any, name: str) -> list[int | None]:

@@ -394,16 +394,11 @@ def _depends_on_data(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
 
 
 constant(
-    aten._local_scalar_dense.default,
-    aten.item.default,
-    aten.is_nonzero.default,
     aten.nonzero.default,
-    aten.equal.default,
     aten._unique2.default,
     aten.unique_dim.default,
     aten.unique_consecutive.default,
     aten.bincount.default,
-    aten.allclose.default,
     aten.repeat_interleave.Tensor,
     batch=_depends_on_data,
 )

@@ -1,0 +1,157 @@
+"""Branches on data: right where all samples agree, and the batch split by the outcome where they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from psgrad.engine.gradients import per_sample_gradients
+from psgrad.engine.gradients.per_sample import per_sample_square_norms
+from psgrad.engine.transforms import functional_call, grad, vmap
+from psgrad.errors import TransformError
+
+torch.manual_seed(0)
+BATCH = torch.randn(6, 4, dtype=torch.float64)
+
+
+def a_choice(x: Tensor) -> Tensor:
+    if x.sum() > 0:
+        return x * 2
+    return x.sin()
+
+
+def a_loop(x: Tensor) -> Tensor:
+    steps = 0
+    while x.abs().sum() > 1:
+        x, steps = x / 2, steps + 1
+    return x * steps
+
+
+def a_length(x: Tensor) -> Tensor:
+    length = int((x > 0).sum())
+    return x[:length].square().sum() if length else x.sum() * 3
+
+
+def agreement(x: Tensor) -> Tensor:
+    if (x.abs() < 100).all() and not torch.equal(x, x + 1):
+        return x * 2
+    return x.cos()
+
+
+def a_choice_in_an_input_of_its_own(x: Tensor) -> Tensor:
+    return a_choice(x) + vmap(a_choice)(torch.stack([x, -x])).sum(0)
+
+
+FUNCTIONS: list[Callable[[Tensor], Tensor]] = [a_choice, a_loop, a_length, agreement, a_choice_in_an_input_of_its_own]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_values_and_gradients_equal_the_loop(function: Callable[[Tensor], Tensor]) -> None:
+    def number(x: Tensor) -> Tensor:
+        return function(x).square().sum()
+
+    def gradient(x: Tensor) -> Tensor:
+        leaf = x.clone().requires_grad_()
+        return torch.autograd.grad(number(leaf), leaf)[0]
+
+    values, gradients = torch.stack([function(x) for x in BATCH]), torch.stack([gradient(x) for x in BATCH])
+    assert torch.equal(vmap(function)(BATCH), values)
+    assert torch.equal(vmap(function, 1, -1, chunk_size=4)(BATCH.t().contiguous()), values.movedim(0, -1))
+    torch.testing.assert_close(vmap(grad(number))(BATCH), gradients)
+    torch.testing.assert_close(grad(lambda b: vmap(number)(b).sum())(BATCH), gradients)
+    twice = torch.stack([BATCH, BATCH.flip(1) * 2])
+    torch.testing.assert_close(vmap(vmap(function))(twice), torch.stack([torch.stack([function(x) for x in b]) for b in twice]))
+
+
+class Gated(nn.Module):
+    """Takes one of two layers, or both, by what it sees: the gradients of a batch have several structures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(4, 3), nn.Linear(4, 3), nn.Linear(3, 1)
+        self.table = nn.Embedding(5, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x) if x.sum() > 0 else torch.tanh(self.second(x + self.table(torch.tensor(2))))
+        if x[0] > 0:
+            hidden = hidden + self.second(hidden.sum() * x)
+        return self.head(torch.relu(hidden)).sum()
+
+
+@pytest.mark.parametrize("randomness", ["error", "same", "different"])
+def test_per_sample_gradients_of_a_model_that_branches(randomness: str) -> None:
+    model = Gated().double()
+    params = dict(model.named_parameters())
+
+    def loss(params: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+        return functional_call(model, params, (x,)), x.sum()
+
+    expected = [torch.autograd.grad(model(x), list(params.values()), materialize_grads=True) for x in BATCH]
+    found = per_sample_gradients(loss, params, BATCH, has_aux=True, randomness=randomness)
+    for name, gradient in found.materialise().items():
+        torch.testing.assert_close(gradient, torch.stack([row[list(params).index(name)] for row in expected]))
+    squares = torch.stack([sum((g.square().sum() for g in row), torch.zeros(())) for row in expected])
+    torch.testing.assert_close(found.square_norms(), squares)
+    torch.testing.assert_close(found.losses, torch.stack([model(x) for x in BATCH]).detach())
+    torch.testing.assert_close(found.aux, BATCH.sum(1))
+    alone = per_sample_square_norms(loss, params, BATCH, has_aux=True, randomness=randomness)
+    torch.testing.assert_close(alone.square_norms(), squares)
+    torch.testing.assert_close(alone.losses, found.losses)
+    torch.testing.assert_close(alone.aux, found.aux)
+    weights = torch.arange(6.0, dtype=torch.float64)
+    for name, total in found.weighted_sum(weights).items():
+        torch.testing.assert_close(total, sum(w * row[list(params).index(name)] for w, row in zip(weights, expected, strict=True)))
+
+
+def test_one_draw_for_all_outcomes() -> None:
+    def noisy(x: Tensor) -> Tensor:
+        noise = torch.randn(4, dtype=x.dtype)
+        return x + noise if x.sum() > 0 else x - noise
+
+    torch.manual_seed(5)
+    noise = torch.randn(4, dtype=torch.float64)
+    torch.manual_seed(5)
+    expected = torch.stack([x + noise if x.sum() > 0 else x - noise for x in BATCH])
+    assert torch.equal(vmap(noisy, randomness="same")(BATCH), expected)
+
+
+def test_a_real_number_that_differs_is_refused() -> None:
+    with pytest.raises(TransformError, match="item is not possible on a value that differs between samples") as caught:
+        vmap(lambda x: x * x.sum().item())(BATCH)
+    assert "test_branching.py" in str(caught.value)
+    assert torch.equal(vmap(lambda x: x * x.sum().item())(BATCH[:1].repeat(3, 1)), (BATCH[:1] * BATCH[0].sum()).repeat(3, 1))
+
+
+def test_branches_that_return_different_shapes_are_refused() -> None:
+    with pytest.raises(TransformError, match="returns tensors of shapes"):
+        vmap(lambda x: x[: int((x > 0).sum())])(BATCH)
+    with pytest.raises(TransformError, match="several structures"):
+        vmap(lambda x: (x,) if x.sum() > 0 else (x, x))(BATCH)
+    with pytest.raises(TransformError, match="out_dims is None"):
+        vmap(lambda x: (x, 1 if x.sum() > 0 else 2), out_dims=(0, None))(BATCH)
+
+
+def test_a_write_before_the_branch_is_refused() -> None:
+    def writes(x: Tensor) -> Tensor:
+        x.mul_(2)
+        return a_choice(x)
+
+    with pytest.raises(TransformError, match="written to in place"):
+        vmap(writes)(BATCH.clone())
+
+
+def test_the_users_own_error_handling_is_passed_by() -> None:
+    def careful(x: Tensor) -> Tensor:
+        try:
+            return a_choice(x)
+        except Exception:
+            return x * 0
+
+    assert torch.equal(vmap(careful)(BATCH), torch.stack([a_choice(x) for x in BATCH]))
+
+
+def test_no_samples() -> None:
+    assert vmap(lambda x: x * 2 if x.sum() > 0 else x * 3)(BATCH[:0]).shape == (0, 4)
