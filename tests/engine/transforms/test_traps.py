@@ -403,9 +403,9 @@ def test_a_decomposition_that_leads_nowhere_names_the_users_operator(monkeypatch
 def test_a_change_of_shape_in_place() -> None:
     x = torch.randn(1, 3)
     for change in ("squeeze_", "t_", "unsqueeze_"):
-        f = lambda x, change=change: getattr(x * 2, change)(*(() if change == "t_" else (0,)))  # noqa: E731
+        f = lambda x, change=change: getattr(x * 2, change)(*(() if change == "t_" else (0,)))
         torch.testing.assert_close(vmap(f)(torch.stack([x, -x])), torch.stack([f(x), f(-x)]))
         weights = f(torch.arange(3.0)[None])
         torch.testing.assert_close(grad(lambda x, f=f, w=weights: (f(x) * w).sum())(x), 4 * torch.arange(3.0)[None])
     message = refusal(lambda: grad(lambda x: (x * 1).resize_(2).sum())(torch.ones(1, 3)))
-    assert "resize_" in message
+    assert "resize" in message
