@@ -15,7 +15,17 @@ import torch
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.fresh import FreshTracer
 from psgrad.engine.transforms.levels import Level, Tracer, in_pieces, innermost, interpret, map_tracers, meet, state, strides_of, tensors_in
-from psgrad.engine.transforms.operators import Op, aten, facts, is_random, out_of_place, refuse_mutation
+from psgrad.engine.transforms.operators import (
+    Op,
+    aten,
+    facts,
+    functional_variant,
+    is_random,
+    out_of_place,
+    refuse_mutation,
+    reshape_tracer,
+    reshapes_in_place,
+)
 from psgrad.engine.transforms.rules.registry import batching_rule, decompose, derivative_rule, is_composite, is_constant, shared_draw
 from psgrad.errors import TransformError
 
@@ -76,6 +86,7 @@ class BatchLevel(Level):
     """vmap: `size` samples; `randomness` says what a random draw means for them."""
 
     adopts = True
+    axis_name: str | None = None  # by which named_axis.py finds it
 
     def __init__(self, size: int, randomness: str = "error", deferral: Deferral | None = None) -> None:
         super().__init__()
@@ -128,6 +139,8 @@ class BatchLevel(Level):
         mapped = any(isinstance(x, BatchTracer) and x.level is self for x in tensors_in(contents, keywords))
         if operator.mutated:
             target = args[operator.mutated[0]]
+            if reshapes_in_place(op):
+                return self._reshape_fresh(op, target, args, kwargs)
             if is_random(op, args, kwargs):
                 mapped = mapped or self.randomness != "same"
             if mapped:
@@ -149,7 +162,22 @@ class BatchLevel(Level):
         if operator.is_view and self.is_fresh(args[0]):
             for output, view in enumerate(result) if isinstance(result, (tuple, list)) else [(None, result)]:
                 view.view_of = (args[0], op, args[1:], kwargs, output)
+            args[0].has_views = True
         return result
+
+    def _reshape_fresh(self, op: Op, target: FreshTracer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The target becomes a view of what it was."""
+        if target.has_views:
+            refuse_mutation(op, "a tensor that views were taken of", "the views would be taken again of another shape")
+        before = FreshTracer(target.plain, self)
+        before.batched, before.view_of = target.batched, target.view_of
+        after = functional_variant(op)(before, *args[1:], **kwargs)  # type: ignore[misc]
+        reshape_tracer(op, args, kwargs)
+        if self.is_fresh(after):
+            target.plain, target.batched, target.view_of = after.plain, after.batched, after.view_of
+        else:
+            target.batched = after
+        return target
 
     def is_fresh(self, value: Any) -> bool:
         return isinstance(value, FreshTracer) and value.level is self
@@ -207,6 +235,13 @@ class BatchLevel(Level):
                     "a tensor without a sample axis, from one that has it",
                     "each sample would need a copy of its own of the tensor that is written to",
                 )
+        if reshapes_in_place(op):
+            if not torch.is_grad_enabled() and isinstance(args[0].value, Tracer):
+                refuse_mutation(op, "a traced tensor under no_grad", "its derivative would go by as if its shape had stayed")
+            reshaped = functional_variant(op)(*args, **kwargs)  # type: ignore[misc]
+            reshape_tracer(op, args, kwargs)
+            args[0].value = reshaped.value
+            return args[0]
         rule = batching_rule(op)
         if rule is not None:
             rule(self.batch, op, *args, **kwargs)

@@ -14,7 +14,16 @@ import torch
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.levels import Level, Tracer, in_pieces, interpret, map_tracers, meet, strides_of, tensors_in
-from psgrad.engine.transforms.operators import Op, aten, facts, out_of_place, refuse_mutation
+from psgrad.engine.transforms.operators import (
+    Op,
+    aten,
+    facts,
+    functional_variant,
+    out_of_place,
+    refuse_mutation,
+    reshape_tracer,
+    reshapes_in_place,
+)
 from psgrad.engine.transforms.rules.registry import DerivativeRule, decompose, derivative_rule, is_composite, is_constant
 from psgrad.engine.transforms.rules.views import write_through
 from psgrad.errors import TransformError
@@ -30,6 +39,7 @@ class DerivativeTracer(Tracer):
     value: torch.Tensor
     # A view: the tracer it was taken from, the operator, its arguments behind the first, and which of its results this is.
     view_of: tuple[DerivativeTracer, Op, tuple[Any, ...], dict[str, Any], int | None] | None
+    has_views: bool = False
     writes: int  # how often this tracer was written to
     writes_seen: int  # the base's `writes` when this view was taken
     born: int  # a number that grows
@@ -184,6 +194,7 @@ class DerivativeLevel(Level):
             for output, tracer in enumerate(result) if isinstance(result, (tuple, list)) else [(None, result)]:
                 tracer.view_of = (base, op, args[1:], kwargs, output)
                 tracer.writes_seen = base.writes
+                base.has_views = True
         return result
 
     def refresh(self, tracer: DerivativeTracer) -> None:
@@ -210,6 +221,8 @@ class DerivativeLevel(Level):
                 "a tensor that the transform does not follow",
                 "the tensor was made outside the transformed function (a buffer, a cache), so what is written would be lost",
             )
+        if reshapes_in_place(op):
+            return self._reshape(op, args, kwargs)
         new = out_of_place(op, args, kwargs)
         if new.dtype != target.dtype:
             new = new.to(target.dtype)
@@ -222,13 +235,34 @@ class DerivativeLevel(Level):
         """`new` as a value written where derivatives are not followed, in the place of `old`."""
         raise NotImplementedError
 
-    def _write(self, target: Any, new: Any) -> None:
+    def _reshape(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The target becomes a view of what it was, so that writes to it still arrive where it looks."""
+        target = args[0]
+        self._refuse_where_read(target)
+        if target.has_views:
+            refuse_mutation(op, "a tensor that views were taken of", "the views would be taken again of another shape")
+        if not self.is_on() and target.varies:
+            refuse_mutation(op, "a traced tensor under no_grad", "its derivative would go by as if its shape had stayed")
+        self.refresh(target)
+        before = self.constant(target.value)
+        before.become(target)
+        before.view_of, before.writes_seen = target.view_of, target.writes_seen
+        after = functional_variant(op)(before, *args[1:], **kwargs)  # type: ignore[misc]
+        reshape_tracer(op, args, kwargs)
+        target.become(after)
+        target.view_of, target.writes_seen = after.view_of, after.writes_seen
+        return target
+
+    def _refuse_where_read(self, target: Any) -> None:
         if target.read_by is not None:
             raise TransformError(
                 f"an in-place operator writes into a value that {target.read_by} reads{diagnostics.where()}",
                 cause="the function runs again for its gradient, and would then read the new value",
                 next_step="write into a clone, or pass the value as an argument",
             )
+
+    def _write(self, target: Any, new: Any) -> None:
+        self._refuse_where_read(target)
         if target.view_of is not None:
             base, op, rest, kwargs, output = target.view_of
             written = write_through(op, base, new, rest, kwargs, output)

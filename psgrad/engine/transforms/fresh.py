@@ -28,6 +28,7 @@ class FreshTracer(Tracer):
     plain: torch.Tensor
     batched: BatchTracer | None
     view_of: tuple[FreshTracer, Op, tuple[Any, ...], dict[str, Any], int | None] | None
+    has_views: bool = False
 
     @staticmethod
     def __new__(cls, plain: torch.Tensor, level: BatchLevel) -> FreshTracer:

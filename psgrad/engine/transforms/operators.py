@@ -88,6 +88,7 @@ def functional_variant(op: Op) -> Op | None:
         "pow_.Scalar": aten.pow.Tensor_Scalar,
         "pow_.Tensor": aten.pow.Tensor_Tensor,
         "normal_": aten.normal_functional.default,
+        "transpose_": aten.transpose.int,
     }
     key = name + ("." + op._overloadname if op._overloadname != "default" else "")
     if key in special:
@@ -116,6 +117,24 @@ def out_of_place(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             next_step="use the operator without the underscore, which returns a new tensor",
         )
     return new
+
+
+@functools.cache
+def reshapes_in_place(op: Op) -> bool:
+    """Whether `op` (`t_`, `squeeze_`) leaves its target's memory alone and changes how the target looks at it."""
+    if torch.Tag.inplace_view not in op.tags or op in (aten.detach_.default, aten.as_strided_.default):
+        return False
+    functional = functional_variant(op)
+    return functional is not None and facts(functional).is_view
+
+
+def reshape_tracer(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Let `op` change the shape and the strides that a tracer shows. A tracer has no memory that could be touched."""
+    guard = torch._C._DisableTorchDispatch()
+    try:
+        op(*args, **kwargs)
+    finally:
+        del guard
 
 
 def refuse_mutation(op: Op, what: str, cause: str) -> NoReturn:
