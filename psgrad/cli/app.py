@@ -8,6 +8,7 @@ import typer
 
 from psgrad import __version__
 from psgrad.cli.analyze import analyze
+from psgrad.cli.ops import ops
 
 app = typer.Typer(
     name="psgrad",
@@ -19,6 +20,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(analyze)
+app.command()(ops)
 
 
 def main() -> None:

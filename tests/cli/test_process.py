@@ -36,7 +36,7 @@ def _start(config: Path, body: str) -> subprocess.Popen[str]:
     return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["analyze", "--help"], ["--version"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["analyze", "--help"], ["ops", "--help"], ["--version"]])
 def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
     script = f"""
         import sys

@@ -104,8 +104,22 @@ def replace(op: Op) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return declare
 
 
+def operators() -> set[Op]:
+    """All operators that something is declared of."""
+    return {*_derivatives, *_batchings, *_constants, *_decompositions}
+
+
 def derivative_rule(op: Op) -> DerivativeRule | None:
     return _derivatives.get(op)
+
+
+def forget_derivative(op: Op) -> None:
+    _derivatives.pop(op, None)
+    _constants.discard(op)
+
+
+def forget_batching(op: Op) -> None:
+    _batchings.pop(op, None)
 
 
 def batching_rule(op: Op) -> Callable[..., Any] | None:

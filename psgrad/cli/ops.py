@@ -1,0 +1,75 @@
+"""`psgrad ops`: which operators have rules."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from psgrad.cli.boundary import boundary
+from psgrad.cli.options import Debug
+
+if TYPE_CHECKING:
+    from psgrad.engine.transforms.rules.coverage import Coverage
+
+Pattern = Annotated[
+    str | None,
+    typer.Argument(metavar="PATTERN", help="Only operators with this in their name; * and ? stand for any letters.", show_default=False),
+]
+
+
+class Format(StrEnum):
+    terminal = "terminal"
+    json = "json"
+    csv = "csv"
+    markdown = "markdown"
+
+
+def ops(
+    pattern: Pattern = None,
+    style: Annotated[Format, typer.Option("--format", help="How the table is written.")] = Format.terminal,
+    debug: Debug = False,
+) -> None:
+    """List PyTorch's operators, and how each is differentiated and batched.
+
+    "own rule" and "constant" (zero derivative) say that psgrad knows the operator itself; "decomposed", that it runs as a program of
+    other operators and is refused by name where one of those is. An in-place operator is carried out by its namesake without the
+    underscore. docs/operators.md has what was compared with PyTorch's own derivatives.
+    """
+    with boundary(debug):
+        from psgrad.engine.transforms.rules.coverage import Coverage, coverage
+        from psgrad.reports.listing import write_listing
+
+        found = [row for row in coverage() if matches(row.operator, pattern)]
+        if not found:
+            raise no_match(str(pattern))
+        write_listing(Coverage._fields, found, style.value, sys.stdout)
+        typer.echo(summary(found), err=True)
+
+
+def matches(name: str, pattern: str | None) -> bool:
+    """Whether the pattern is in the name; one with * or ? has to fit it whole, with or without what stands before the `::`."""
+    from fnmatch import fnmatchcase
+
+    if pattern is None or pattern in name:
+        return True
+    return any(fnmatchcase(part, pattern) for part in (name, name.split("::")[-1]))
+
+
+def summary(rows: list[Coverage]) -> str:
+    """How many operators, and how they are differentiated."""
+    kinds = Counter(row.vjp for row in rows)
+    return f"{len(rows):,} operators; VJP: " + ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common())
+
+
+def no_match(pattern: str) -> Exception:
+    from psgrad.errors import ConfigError
+
+    return ConfigError(
+        f"no operator has {pattern!r} in its name",
+        expected="a part of a name as PyTorch writes it (aten::add.Tensor), or a pattern with * and ?",
+        next_step="psgrad ops without a pattern lists them all",
+    )
