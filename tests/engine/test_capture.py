@@ -361,6 +361,34 @@ def test_who_keeps_tensors_runs_as_it_is():
     same(kept[-1], torch.full((2,), 2.0))
 
 
+class Keeping(nn.Linear):
+    def forward(self, x):
+        self.last = super().forward(x)
+        self.weights = {"last": [self.last]}
+        return self.last
+
+
+def test_modules_are_left_as_they_were():
+    model = nn.Sequential(Keeping(6, 8), nn.ReLU(), Keeping(8, 4))
+    x, y = batch(6)
+    model[0].last = model[0].weights = "before"
+    with pytest.warns(UserWarning, match="keeps tensors"):
+        captured = capture(per_sample(model), detached(model), x, y)
+    assert (model[0].last, model[0].weights) == ("before", "before")
+    assert not hasattr(model[2], "last")
+    same(captured(detached(model), x, y), per_sample(model)(detached(model), x, y))
+
+
+def test_an_objection_that_is_handled_stands():
+    def function(x):
+        try:
+            return x * float(x.sum())
+        except Exception:
+            return x
+
+    same(runs_as_it_is(function, torch.ones(2), words="depends on data")(torch.ones(2)), torch.full((2,), 2.0))
+
+
 @dataclass
 class Record:
     value: torch.Tensor

@@ -90,7 +90,7 @@ class Captured:
             self.programs[signature] = record(self.function, leaves, spec, self.compile)
         except Exception as error:
             first_line = str(error).partition("\n")[0]
-            self._say_once(error.arrived if isinstance(error, NotCapturable) else f"{type(error).__name__}: {first_line}")
+            self._say_once(first_line if isinstance(error, NotCapturable) else f"{type(error).__name__}: {first_line}")
             self.programs[signature] = None
         return self.programs[signature], autocast
 

@@ -20,6 +20,7 @@ from psgrad.engine.transforms.watch import (
     draws,
     generators,
     looks,
+    modules_unchanged,
     python_random_states,
     writes,
 )
@@ -65,18 +66,21 @@ def record(function: Callable[..., Any], leaves: list[Any], spec: Any, compile: 
     def call(given: Sequence[torch.Tensor], watch: Watch) -> tuple[list[Any], Any]:
         values = iter(given)
         args, kwargs = tree_unflatten([next(values) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
-        with watch, NoReads():
+        with watch, reads:
             out, spec_out = tree_flatten(function(*args, **kwargs))
         for item in out:
             if not isinstance(item, (torch.Tensor, *PLAIN)):
                 raise NotCapturable(f"it returns a {type(item).__name__}")
         return map_tracers(watch.inside, out), spec_out
 
-    with python_random_states(), RandomStates() as random_states:
+    reads = NoReads()
+    with modules_unchanged(), python_random_states(), RandomStates() as random_states:
         without_values = FakeTensorMode()
         first = Watch(random_states, without_values.from_tensor)
         with without_values:
             call([without_values.from_tensor(x) for x in tensors], first)
+        first.insist()
+        reads.insist()
         first.expect_nothing_kept()
         outside = list(first.outside.values())
         results: list[Any] = []
@@ -91,6 +95,8 @@ def record(function: Callable[..., Any], leaves: list[Any], spec: Any, compile: 
             return [item for item in results if isinstance(item, torch.Tensor)]
 
         module = make_fx(flat, tracing_mode="fake")(*tensors, *outside)
+    second.insist()
+    random_states.insist()
     if first.course != second.course:
         raise NotCapturable("its course changes from one call to the next")
     if torch.is_grad_enabled() and any(x.requires_grad for x in outside):

@@ -8,7 +8,7 @@ import random
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -17,13 +17,26 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten
 
 from psgrad.engine.transforms import diagnostics
-from psgrad.engine.transforms.levels import Tracer, map_tracers
+from psgrad.engine.transforms.levels import Tracer, innermost, map_tracers
 from psgrad.engine.transforms.operators import Op, aten
-from psgrad.errors import TransformError
 
 
-class NotCapturable(TransformError):
-    """Why a program can't be replayed."""
+class NotCapturable(Exception):
+    """Why a program can't be replayed. It doesn't leave `capture`, which runs the function as it is."""
+
+
+class _Objector:
+    """Objects to what a record would not repeat. It remembers, too: the function may handle exceptions of its own."""
+
+    objection: str | None = None
+
+    def object(self, why: str) -> NoReturn:
+        self.objection = self.objection or why
+        raise NotCapturable(self.objection)
+
+    def insist(self) -> None:
+        if self.objection is not None:
+            self.object(self.objection)
 
 
 def looks(x: torch.Tensor) -> tuple[Any, ...]:
@@ -39,7 +52,7 @@ def draws(op: Any) -> bool:
     return isinstance(op, Op) and torch.Tag.nondeterministic_seeded in op.tags
 
 
-class Watch(TorchDispatchMode):
+class Watch(_Objector, TorchDispatchMode):
     """Sees the kernels of a function that is being recorded, and objects to what a record would not repeat.
 
     inside: from a tensor of outside to what stands for it in the record.
@@ -62,9 +75,9 @@ class Watch(TorchDispatchMode):
             return NotImplemented  # a level's; it comes back as kernels
         kwargs = kwargs or {}
         if torch.Tag.data_dependent_output in op.tags or (torch.Tag.dynamic_output_shape in op.tags and not _indexes_by_numbers(op, args)):
-            raise NotCapturable(f"its course depends on data, by {op}{diagnostics.where()}")
+            self.object(f"its course depends on data, by {op}{diagnostics.where()}")
         if isinstance(kwargs.get("generator"), torch.Generator):
-            raise NotCapturable(f"{op} draws from a generator of its own{diagnostics.where()}")
+            self.object(f"{op} draws from a generator of its own{diagnostics.where()}")
         if draws(op):
             self.random_states.drawn()
         if op is not aten.lift_fresh.default:  # what torch.tensor(..) made has a value, yet is not from outside
@@ -85,10 +98,10 @@ class Watch(TorchDispatchMode):
         if any(made() is not None for made in self.made):
             gc.collect()
         if any(made() is not None for made in self.made):
-            raise NotCapturable("it keeps tensors from one call to the next")
+            self.object("it keeps tensors from one call to the next")
 
 
-class NoReads(TorchFunctionMode):
+class NoReads(_Objector, TorchFunctionMode):
     """Objects to methods that read a tensor's memory without an operator."""
 
     _READ = frozenset(
@@ -98,11 +111,11 @@ class NoReads(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", "")
         if name in self._READ:
-            raise NotCapturable(f"its course depends on data, by Tensor.{name}{diagnostics.where()}")
+            self.object(f"its course depends on data, by Tensor.{name}{diagnostics.where()}")
         return function(*args, **(kwargs or {}))
 
 
-class RandomStates:
+class RandomStates(_Objector):
     """Watches over PyTorch's generators, which a program may set (a checkpoint sets them back): a record would not.
 
     Nothing is drawn for tensors without values. So for each operator that draws, one number is drawn from each generator instead,
@@ -118,12 +131,12 @@ class RandomStates:
         for generator, before in zip(generators(), self.before, strict=True):
             generator.set_state(before)
         if kind is None and not unchanged:
-            raise NotCapturable("it sets PyTorch's random state")
+            self.object("it sets PyTorch's random state")
 
     def drawn(self) -> None:
         with _disable_current_modes():
             if not self._unchanged():
-                raise NotCapturable("it sets PyTorch's random state")
+                self.object("it sets PyTorch's random state")
             for generator in generators():
                 torch.rand((), device=generator.device, generator=generator)
             self.known = self._now()
@@ -143,6 +156,32 @@ def generators() -> list[torch.Generator]:
     """Those that operators draw from, unless told otherwise."""
     used = [torch.default_generator]
     return [*used, torch.cuda.default_generators[torch.cuda.current_device()]] if torch.cuda.is_initialized() else used
+
+
+@contextlib.contextmanager
+def modules_unchanged() -> Iterator[None]:
+    """Take from modules the tensors without values that they kept while they were recorded (a cache, the last attention map)."""
+    stores: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+
+    def note(module: torch.nn.Module, args: Any) -> None:
+        for store in (module.__dict__, module._buffers):
+            stores.setdefault(id(store), (store, dict(store)))
+
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()
+        for store, before in stores.values():
+            for key in [key for key, value in store.items() if _recorded(value)]:
+                if key in before and not _recorded(before[key]):
+                    store[key] = before[key]
+                else:
+                    del store[key]
+
+
+def _recorded(value: Any) -> bool:
+    return any(isinstance(leaf, FakeTensor) or (isinstance(leaf, Tracer) and _recorded(innermost(leaf))) for leaf in tree_flatten(value)[0])
 
 
 @contextlib.contextmanager
