@@ -23,6 +23,7 @@ from psgrad.engine.transforms.named_axis import pmin as pmin
 from psgrad.engine.transforms.named_axis import psum as psum
 from psgrad.engine.transforms.pushforward import jvp as jvp
 from psgrad.engine.transforms.pushforward import linearize as linearize
+from psgrad.engine.transforms.registration import register_rule as register_rule
 from psgrad.engine.transforms.vectorize import vmap as vmap
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "pmean",
     "pmin",
     "psum",
+    "register_rule",
     "stack_module_state",
     "vjp",
     "vmap",

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from psgrad.engine.transforms import generators
 from psgrad.engine.transforms.batching import BatchLevel
 from psgrad.engine.transforms.calls import Call, Cotangents, Flat, Mapped, Recorded, back_in, hand_down, lowered, own_values
 from psgrad.engine.transforms.derivatives import DerivativeLevel, DerivativeTracer, births
@@ -186,7 +187,7 @@ class Circumstances:
     """What a function's result depends on besides values: the state of random generators, autocast, parameters swapped into modules."""
 
     def __init__(self) -> None:
-        self.generators = [(g, g.get_state()) for g in (torch.default_generator, *torch.cuda.default_generators)]
+        self.generators = generators.states()
         self.autocast = [
             (device, torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled())
             for device in _AUTOCAST_DEVICES
@@ -210,7 +211,7 @@ class Circumstances:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        now = [(g, g.get_state()) for g, _ in self.generators]
+        now = [(generator, generator.get_state()) for generator, _ in self.generators]
         with ExitStack() as exits:
             for device in _AUTOCAST_DEVICES:
                 settings = next((s for s in self.autocast if s[0] == device), None)
@@ -220,12 +221,10 @@ class Circumstances:
                     exits.enter_context(torch.autocast(device, enabled=False))
             exits.enter_context(swapped_again(self.swaps))
             try:
-                for generator, then in self.generators:
-                    generator.set_state(then)
+                generators.restore(self.generators)
                 yield
             finally:
-                for generator, then in now:
-                    generator.set_state(then)
+                generators.restore(now)
 
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")

@@ -1,0 +1,187 @@
+"""register_rule: rules for operators from outside, of `torch.library` or of PyTorch itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from psgrad.engine.transforms import diagnostics
+from psgrad.engine.transforms.autograd_function import Context, VmapInfo
+from psgrad.engine.transforms.levels import users_program
+from psgrad.engine.transforms.operators import Op, facts
+from psgrad.engine.transforms.rules import registry
+from psgrad.engine.transforms.rules.registry import JointVJP, Maker
+from psgrad.errors import TransformError, UnsupportedOperatorError
+
+Makers = Mapping[int | str, Maker | None]
+
+
+def register_rule(
+    op: Any,
+    *,
+    vjp: Makers | JointVJP | None = None,
+    jvp: Makers | None = None,
+    batch: Callable[..., Any] | None = None,
+    constant: bool = False,
+    replace: bool = False,
+) -> None:
+    """Say what transforms do at an operator: one of `torch.library`, or of PyTorch where psgrad has no rule for it.
+
+    Args:
+        op: `torch.ops.mine.f` (or one of its overloads), its name "mine::f", or what `torch.library.custom_op` returned.
+        vjp: by argument (name or position), `lambda out, *args: lambda g: ...` from the result's cotangent to the argument's, linear in
+            `g`. None says that the derivative is zero. An argument that is left out has no rule: an error where its derivative is wanted.
+        jvp: by argument, `lambda out, *args: lambda t: ...` from the argument's tangent to what it adds to the result's; where it is left
+            out, forward mode transposes `vjp`.
+        batch: `rule(batch, op, *args, **kwargs)`, the operator for all samples at once (docs/adding-an-operator.md).
+        constant: the result has zero derivative in all arguments.
+        replace: whether rules that are there already give way.
+
+    Without any of these, the rules are those that `torch.library.register_autograd` and `register_vmap` were told for a `custom_op`.
+    """
+    overload = _overload(op)
+    name = overload.name()
+    if facts(overload).mutated or facts(overload).mutated_kwargs:
+        raise TransformError(
+            f"register_rule({name}): the operator writes into an argument",
+            expected="an operator that returns new tensors",
+            next_step="define one that does, and call it in the mapped or differentiated function",
+        )
+    if constant and (vjp is not None or jvp is not None):
+        raise TransformError(f"register_rule({name}): constant=True beside a derivative", expected="one of the two")
+    if jvp is not None and vjp is None:
+        raise TransformError(
+            f"register_rule({name}): a jvp without a vjp",
+            expected="a vjp, of which forward mode is the transpose; a jvp beside it is a shortcut",
+        )
+    if vjp is None and batch is None and not constant:
+        vjp, batch = _told_to_torch(op, overload)
+    makers = vjp if vjp is None or isinstance(vjp, JointVJP) else _by_position(overload, vjp, complete=True)
+    pushes = _by_position(overload, jvp or {}, complete=False)
+    if (vjp is not None or constant) and (registry.derivative_rule(overload) is not None or registry.is_constant(overload)):
+        _give_way(name, "a derivative", replace)
+        registry.forget_derivative(overload)
+    if batch is not None and registry.batching_rule(overload) is not None:
+        _give_way(name, "a batching rule", replace)
+        registry.forget_batching(overload)
+    if constant:
+        registry.constant(overload)
+    registry.define(overload, vjp=makers, jvp=pushes, batch=batch)
+
+
+def _give_way(name: str, what: str, replace: bool) -> None:
+    if not replace:
+        raise TransformError(f"register_rule({name}): the operator has {what} already", next_step="say replace=True to use yours instead")
+
+
+def _overload(op: Any) -> Op:
+    """The one overload that an operator is called by."""
+    op = getattr(op, "_opoverload", op)
+    if isinstance(op, str):
+        namespace, _, rest = op.partition("::")
+        base, _, overload = rest.partition(".")
+        packet = getattr(getattr(torch.ops, namespace), base, None) if rest else None
+        if packet is None or (overload and overload not in packet.overloads()):
+            raise TransformError(
+                f"register_rule({op!r}): PyTorch knows no such operator", expected='a name as in "mine::f" or "mine::f.overload"'
+            )
+        op = getattr(packet, overload) if overload else packet
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        names = op.overloads()
+        if len(names) != 1:
+            raise TransformError(f"register_rule({op}): the operator has the overloads {names}", next_step=f"name one: {op}.{names[0]}")
+        op = getattr(op, names[0])
+    if not isinstance(op, torch._ops.OpOverload):
+        raise TransformError(
+            f"register_rule was given a {type(op).__name__}",
+            expected="an operator, as torch.ops.mine.f",
+            next_step="for a Python function use custom_vjp, custom_jvp or custom_vmap",
+        )
+    return op
+
+
+def _by_position(op: Op, makers: Makers, *, complete: bool) -> dict[int, Maker]:
+    """Rules by position. complete: tensor arguments that are not mentioned get a refusal, as zero would be a guess."""
+    arguments = op._schema.arguments
+    positions = {argument.name: position for position, argument in enumerate(arguments)}
+    found: dict[int, Maker | None] = {}
+    for key, maker in makers.items():
+        position = positions.get(key, -1) if isinstance(key, str) else key
+        if not 0 <= position < len(arguments) or "Tensor" not in str(arguments[position].type):
+            raise TransformError(
+                f"register_rule({op.name()}): a rule for argument {key!r}",
+                expected=f"tensor arguments among {[argument.name for argument in arguments]}, by name or position",
+            )
+        found[position] = maker
+    if complete:
+        for position, argument in enumerate(arguments):
+            if "Tensor" in str(argument.type):
+                found.setdefault(position, _refusal(op, argument.name))
+    return {position: maker for position, maker in found.items() if maker is not None}
+
+
+def _refusal(op: Op, argument: str) -> Maker:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedOperatorError(
+            f"operator {op.name()} has no rule for its derivative in {argument!r}{diagnostics.where()}",
+            next_step=f"mention it in register_rule's vjp; {argument!r}: None says that the derivative is zero",
+        )
+
+    return refuse
+
+
+# -- what torch.library was told ---------------------------------------------------------------------------------------------------
+
+
+def _told_to_torch(op: Any, overload: Op) -> tuple[JointVJP | None, Callable[..., Any] | None]:
+    """The formulas that were registered for a custom_op, as rules."""
+    backward, setup, vmap = (getattr(op, name, None) for name in ("_backward_fn", "_setup_context_fn", "_vmap_fn"))
+    if backward is None and vmap is None:
+        raise TransformError(
+            f"register_rule({overload.name()}) without any rule",
+            expected="vjp, batch or constant; or a torch.library.custom_op that register_autograd or register_vmap was called for",
+        )
+    return (
+        JointVJP(_vjp_of(overload, backward, setup)) if backward is not None else None,
+        _batch_of(overload, vmap) if vmap is not None else None,
+    )
+
+
+def _vjp_of(op: Op, backward: Callable[..., Any], setup: Callable[..., Any] | None) -> Maker:
+    def make(out: Any, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        context = Context(op.name(), tuple(isinstance(x, torch.Tensor) for x in args))
+        if setup is not None:
+            with users_program():
+                setup(ctx=context, inputs=args, output=out, **({"keyword_only_inputs": kwargs} if kwargs else {}))
+
+        def pull(arrived: Any, positions: list[Any]) -> dict[Any, Any]:
+            outs, gs = (out, arrived) if isinstance(out, (tuple, list)) else ([out], [arrived])
+            given = [torch.zeros_like(x) if g is None and context.materialize_grads else g for g, x in zip(gs, outs, strict=True)]
+            with users_program():
+                found = backward(context, *given)
+            found = found if isinstance(found, tuple) else (found,)
+            if len(found) != len(args):
+                raise TransformError(f"the backward of {op.name()} returned {len(found)} gradients for {len(args)} arguments")
+            return {p: found[p] if isinstance(p, int) else found[p[0]][p[1]] for p in positions}
+
+        return pull
+
+    return make
+
+
+def _batch_of(op: Op, vmap: Callable[..., Any]) -> Callable[..., Any]:
+    def rule(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
+        in_dims = tuple(0 if batch.is_mapped(x) else None for x in args)
+        info = VmapInfo(batch.size, batch.level.randomness)
+        out, out_dims = vmap(info, in_dims, *[batch.raw(x) for x in args], **kwargs)
+        if not isinstance(out, tuple):
+            return _in_front(batch, out, out_dims)
+        return tuple(_in_front(batch, x, dim) for x, dim in zip(out, out_dims, strict=True))
+
+    return rule
+
+
+def _in_front(batch: Any, x: torch.Tensor, dim: int | None) -> torch.Tensor:
+    return x.unsqueeze(0).expand(batch.size, *x.shape) if dim is None else x.movedim(dim, 0)
