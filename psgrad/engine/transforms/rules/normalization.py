@@ -9,7 +9,7 @@ import torch
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.levels import Tracer
-from psgrad.engine.transforms.rules.families import aten, sum_to
+from psgrad.engine.transforms.rules.families import aten, cast, sum_to
 from psgrad.engine.transforms.rules.registry import JointVJP, Op, define, replace
 from psgrad.errors import TransformError
 
@@ -59,7 +59,8 @@ def _layer_norm_weight(
 ) -> Callable[[list[Any]], Any]:
     _, mean, rstd = out
     size, dtype = weight.shape, weight.dtype
-    return lambda gs: sum_to(gs[0] * ((x - mean) * rstd), size, dtype) if gs[0] is not None else None
+    wide = torch.promote_types(x.dtype, torch.float32)  # in halves, the sum over positions would be taken in halves
+    return lambda gs: sum_to(cast(gs[0], wide) * ((x - mean) * rstd), size, dtype) if gs[0] is not None else None
 
 
 def _layer_norm_bias(
