@@ -26,9 +26,9 @@ WITHOUT_DUALS = {
 }
 
 
-def entries() -> dict[str, Any]:
+def entries(dtype: torch.dtype = torch.float64) -> dict[str, Any]:
     """The database by name; an operator with several variants has one name a variant."""
-    return {_name(entry): entry for entry in op_db if torch.float64 in entry.supported_dtypes("cpu")}
+    return {_name(entry): entry for entry in op_db if dtype in entry.supported_dtypes("cpu")}
 
 
 def _name(entry: Any) -> str:
@@ -98,14 +98,14 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
 
 
-def programs(entry: Any) -> Iterator[Program]:
-    """The entry's first sample calls, in float64; each also in place and written through, where PyTorch can differentiate that.
+def programs(entry: Any, dtype: torch.dtype = torch.float64) -> Iterator[Program]:
+    """The entry's first sample calls; each also in place and written through, where PyTorch can differentiate that.
 
     The database says how to stay where an operator is defined (symmetric matrices, places that no mask hides): its wrapper.
     """
     torch.manual_seed(0)
     has_duals = _name(entry) not in WITHOUT_DUALS
-    samples = entry.sample_inputs("cpu", torch.float64, requires_grad=entry.supports_autograd)
+    samples = entry.sample_inputs("cpu", dtype, requires_grad=entry.supports_autograd)
     for number, sample in enumerate(list(islice(samples, MOST_SAMPLES))):
         yield Program.of(f"call {number}", partial(entry.gradcheck_wrapper, entry.get_op()), sample, has_duals)
         for variant, function in (("in place", _in_place(entry)), ("written through", _written_through(entry, sample))):

@@ -40,10 +40,10 @@ MAPPED = frozenset({"vmap(grad)", "vmap(vjp)", "vmap(jvp)", "vmap(vjp of vjp)", 
 CANNOT_DRAW_THE_SAME = "multinomial normal normal.number_mean bernoulli "
 
 # Right as it is; in place it changes its target's shape.
-SHAPE_IN_PLACE = "t transpose squeeze squeeze.multiple unsqueeze addbmm nn.functional.dropout3d stft "
+SHAPE_IN_PLACE = "t transpose squeeze squeeze.multiple unsqueeze addbmm nn.functional.dropout3d "
 
 # Right as it is; but what is written to the result does not reach the tensor that it is a view of.
-NOT_WRITTEN_THROUGH = "expand_as unfold view_as_complex "
+NOT_WRITTEN_THROUGH = "expand_as unfold "
 
 # Everything else.
 OTHERWISE = {

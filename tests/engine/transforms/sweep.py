@@ -166,13 +166,15 @@ class Verdict:
                 self.wrong.append(f"{what}: another number")
 
 
-def judge(entry: Any, rows: Sequence[str] = tuple(ROWS), *, equal_samples: bool = False) -> dict[str, Verdict]:
+def judge(
+    entry: Any, rows: Sequence[str] = tuple(ROWS), *, equal_samples: bool = False, dtype: torch.dtype = torch.float64
+) -> dict[str, Verdict]:
     """The verdict on an entry in each of `rows`. Where nothing is differentiable, the vjp rows compare values alone.
 
     equal_samples: for operators that vmap can only handle where their data says the same for both samples.
     """
     verdicts = {row: Verdict() for row in rows}
-    for number, program in enumerate(programs(entry)):
+    for number, program in enumerate(programs(entry, dtype)):
         for row in rows:
             if program.tracked or row in ("vjp", "vmap(vjp)"):
                 _judge_row(entry, row, program, verdicts[row], equal_samples, alone=number < MOST_MAPPED_ALONE)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from psgrad.engine.transforms.levels import innermost
 from psgrad.engine.transforms.rules.elementwise import conj
 from psgrad.engine.transforms.rules.families import aten, elementwise, elementwise_batch, leading
 from psgrad.engine.transforms.rules.registry import Op, define, replace
@@ -17,6 +18,10 @@ def _from_pairs(x: torch.Tensor) -> torch.Tensor:
 
 def _to_pairs(x: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(x.resolve_conj())
+
+
+def _carried_out(x: torch.Tensor) -> torch.Tensor:
+    return x.resolve_conj() if innermost(x).is_conj() else x
 
 
 def _imaginary(g: torch.Tensor) -> torch.Tensor:
@@ -31,7 +36,7 @@ define(
     aten.view_as_real.default,
     vjp={0: lambda out, x: lambda g: _from_pairs(g)},
     linear=(0,),
-    batch=lambda batch, op, x: op(batch.physical(x).resolve_conj()),
+    batch=lambda batch, op, x: op(_carried_out(batch.physical(x))),
 )
 
 
@@ -50,6 +55,26 @@ define(
     batch=leading,
 )
 define(aten.imag.default, vjp={0: lambda out, x: lambda g: _imaginary(g)}, linear=(0,), batch=leading)
+
+
+def write_part(op: Op, base: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
+    """The base after its view by `op`, one of those above, was overwritten by `new`; None for any other operator, or for a copy."""
+    if op is aten._conj.default:
+        return new.conj()
+    if op is aten._neg_view.default:
+        return -new
+    if op is aten.view_as_real.default:
+        return _from_pairs(new)
+    if op is aten.view_as_complex.default:
+        return _to_pairs(new)
+    if op in (aten.resolve_conj.default, aten.resolve_neg.default) and not innermost(base).is_conj() and not innermost(base).is_neg():
+        return new  # nothing was to be carried out: it was the base itself
+    if op is aten.real.default:
+        return torch.complex(new, torch.imag(base)) if base.is_complex() else new
+    if op is aten.imag.default:
+        return torch.complex(torch.real(base), new)
+    return None
+
 
 # -- made of two real values ------------------------------------------------------------------------------------------------------
 

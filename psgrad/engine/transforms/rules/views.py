@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from psgrad.engine.transforms.rules.complex import write_part
 from psgrad.engine.transforms.rules.families import aten, leading, shifted, sum_to, wrap_dim
 from psgrad.engine.transforms.rules.registry import Op, define
 
@@ -420,4 +421,4 @@ def write_through(op: Op, base: Any, new: Any, rest: tuple[Any, ...], kwargs: di
         sizes = rest[0]
         start = output * sizes if isinstance(sizes, int) else sum(sizes[:output])
         return aten.slice_scatter.default(base, new, dim, start, start + new.shape[dim], 1)
-    return None
+    return write_part(op, base, new)
