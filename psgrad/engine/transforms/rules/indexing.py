@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms import diagnostics
+from psgrad.engine.transforms.levels import Tracer
 from psgrad.engine.transforms.rules.families import aten, leading, sum_to, wrap_dim
 from psgrad.engine.transforms.rules.registry import Op, constant, define, replace
 from psgrad.errors import TransformError
@@ -55,7 +56,10 @@ def scatter_rows(g: torch.Tensor, index: torch.Tensor, count: int, padding_idx: 
     if padding_idx >= 0:
         rows = rows.masked_fill((places == padding_idx).unsqueeze(-1), 0)
     flat = (places + torch.arange(n, device=g.device).unsqueeze(1) * count).reshape(-1)
-    return torch.zeros(n * count, d, dtype=g.dtype, device=g.device).index_add_(0, flat, rows.reshape(-1, d)).reshape(n, count, d)
+    tables = torch.zeros(n * count, d, dtype=g.dtype, device=g.device)
+    if isinstance(rows, Tracer) or isinstance(flat, Tracer):  # there is another level below, which may have samples of its own
+        return tables.index_add(0, flat, rows.reshape(-1, d)).reshape(n, count, d)
+    return tables.index_add_(0, flat, rows.reshape(-1, d)).reshape(n, count, d)
 
 
 define(aten.embedding.default, vjp={0: _embedding_back}, linear=(0,), batch=_embedding_batch)

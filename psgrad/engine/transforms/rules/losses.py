@@ -216,11 +216,11 @@ def _ctc_backward_back(out: torch.Tensor, g: torch.Tensor, *args: Any) -> Any:
 
 
 def _ctc_folded(batch: Any, args: Any) -> list[Any]:
-    """Log-probabilities [t, b, c], targets [b, s] or all in a row, lengths [b]: the sequences of all samples become one batch."""
+    """Log-probabilities [t, b, c], targets [b, s] or all in a row, lengths [b] or one: all samples' sequences become one batch."""
     log_probabilities, targets, *lengths = args
     rows = batch.physical(log_probabilities).transpose(0, 1).flatten(1, 2)
     labels = batch.physical(targets).flatten(0, 1)
-    return [rows, labels, *[batch.fold(t) if isinstance(t, torch.Tensor) else list(t) * batch.size for t in lengths]]
+    return [rows, labels, *[batch.fold(t.reshape(-1)) if isinstance(t, torch.Tensor) else list(t) * batch.size for t in lengths]]
 
 
 def _ctc_batch(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
