@@ -18,7 +18,7 @@ import torch
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.batching import BatchLevel
-from psgrad.engine.transforms.calls import Cotangents, Flat, Ruled, hand_down, resting
+from psgrad.engine.transforms.calls import Cotangents, Flat, Ruled, hand_down, kind_of, resting
 from psgrad.engine.transforms.levels import read_only, state, switches
 from psgrad.engine.transforms.rules.families import sum_to
 from psgrad.errors import TransformError
@@ -171,9 +171,7 @@ class _Application(Ruled):
         with resting(level), read_only(values):
             pair = self.kind.vmap(VmapInfo(level.size, level.randomness), in_dims, *values)
         if not (isinstance(pair, tuple) and len(pair) == 2):
-            raise TransformError(
-                f"{self.name}: vmap returned a {type(pair).__name__}{diagnostics.where()}", expected="a pair (output, out_dims)"
-            )
+            raise TransformError(f"{self.name}: vmap returned a {kind_of(pair)}{diagnostics.where()}", expected="a pair (output, out_dims)")
         outs = self._flat(pair[0])
         out_dims = [pair[1]] * len(outs) if not isinstance(pair[1], tuple) else list(pair[1])
         if len(out_dims) != len(outs):

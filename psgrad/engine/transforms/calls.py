@@ -228,6 +228,20 @@ class Mapped:
         return found
 
 
+def kind_of(value: Any) -> str:
+    """What a value is, in the user's words."""
+    return "Tensor" if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+def wrong_cotangent(name: str, g: Any, position: int, shape: torch.Size) -> TransformError:
+    what = f"shape {tuple(g.shape)}" if isinstance(g, torch.Tensor) else f"type {kind_of(g)}"
+    return TransformError(
+        f"the reverse rule of {name} gave a cotangent of {what} for argument {position}, of shape {tuple(shape)}",
+        expected="a cotangent shaped like the argument, or None for zero",
+        cause="an argument that was broadcast: its cotangent is summed over the axes along which it was repeated",
+    )
+
+
 # -- calls whose derivative is given -----------------------------------------------------------------------------------------------
 
 
@@ -363,12 +377,7 @@ class Ruled(Call):
                 found.append(None)
                 continue
             if not isinstance(g, torch.Tensor) or g.shape != x.shape:
-                what = f"shape {tuple(g.shape)}" if isinstance(g, torch.Tensor) else f"type {type(g).__name__}"
-                raise TransformError(
-                    f"the reverse rule of {self.name} gave a cotangent of {what} for argument {position}, of shape {tuple(x.shape)}",
-                    expected="a cotangent shaped like the argument, or None for zero",
-                    cause="an argument that was broadcast: its cotangent is summed over the axes along which it was repeated",
-                )
+                raise wrong_cotangent(self.name, g, position, x.shape)
             found.append(cast(g, x.dtype))
         return found
 

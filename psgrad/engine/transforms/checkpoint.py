@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from psgrad.engine.transforms import generators
 from psgrad.engine.transforms.batching import BatchLevel
-from psgrad.engine.transforms.calls import Call, Cotangents, Flat, Mapped, Recorded, back_in, hand_down, lowered, own_values
+from psgrad.engine.transforms.calls import Call, Cotangents, Flat, Mapped, Recorded, back_in, hand_down, lowered, own_values, resting
 from psgrad.engine.transforms.derivatives import DerivativeLevel, DerivativeTracer, births
 from psgrad.engine.transforms.forward import ForwardLevel
 from psgrad.engine.transforms.functional import current_swaps, swapped_again
@@ -89,7 +89,9 @@ class Recomputed(Call):
 
     def differentiate(self, level: GradLevel, values: Flat, needed: list[int]) -> Recorded:
         watch, circumstances = Watch(level, self.name), Circumstances()
-        with watch.over_first_run(), circumstances.noted(), read_only(values):
+        # the function itself is to do the same each time, to fresh tensors too; another way to its value is a program of its own
+        below = resting(level) if self.value is not self.function else nullcontext()
+        with watch.over_first_run(), circumstances.noted(), read_only(values), below:
             outs = own_values(level, hand_down(self, values, below=level), self.name)
         captured = watch.captured()
         shapes = [getattr(x, "shape", None) for x in outs]

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.batching import BatchLevel
-from psgrad.engine.transforms.calls import Cotangents, Flat, Mapped, Ruled, hand_down, lowered, resting
+from psgrad.engine.transforms.calls import Cotangents, Flat, Mapped, Ruled, hand_down, kind_of, lowered, resting, wrong_cotangent
 from psgrad.engine.transforms.checkpoint import Recomputed
 from psgrad.engine.transforms.levels import read_only
 from psgrad.errors import TransformError
@@ -62,7 +62,7 @@ class _Custom:
         for item in flat:
             if not isinstance(item, torch.Tensor):
                 raise TransformError(
-                    f"{self.title} {what} a {type(item).__name__}{diagnostics.where()}",
+                    f"{self.title} {what} a {kind_of(item)}{diagnostics.where()}",
                     expected="tensors, in any pytree",
                     next_step="return tensors only; numbers that are fixed can be made outside",
                 )
@@ -120,7 +120,7 @@ class custom_vjp(_Differentiated):
         fwd, bwd = self.fwd, self.bwd
         apart, others = self.split(self.positional(args, kwargs))
         flat, spec = tree_flatten(others)
-        trees = [tree_flatten(x) for x in others]
+        trees = [([getattr(leaf, "shape", None) for leaf in leaves], tree) for leaves, tree in map(tree_flatten, others)]
         out_spec: Any = None
 
         def function(values: Flat) -> Flat:
@@ -133,7 +133,7 @@ class custom_vjp(_Differentiated):
             pair = fwd(*self.joined(apart, tree_unflatten(values, spec)))
             if not (isinstance(pair, tuple) and len(pair) == 2):
                 raise TransformError(
-                    f"the forward rule of {self.title} returned a {type(pair).__name__}{diagnostics.where()}",
+                    f"the forward rule of {self.title} returned a {kind_of(pair)}{diagnostics.where()}",
                     expected="a pair: the function's result, and the residuals for the backward rule",
                 )
             results, out_spec = self.flat_tensors(pair[0])
@@ -146,18 +146,18 @@ class custom_vjp(_Differentiated):
 
         return tree_unflatten(hand_down(Ruled(self.title, function, prepare, backward), flat), out_spec)
 
-    def _flat_cotangents(self, found: Any, trees: list[tuple[Flat, Any]]) -> Cotangents:
+    def _flat_cotangents(self, found: Any, trees: list[tuple[list[torch.Size | None], Any]]) -> Cotangents:
         """The rule's cotangents, one a leaf of the arguments."""
         if not isinstance(found, (tuple, list)) or len(found) != len(trees):
-            what = f"{len(found)} cotangents" if isinstance(found, (tuple, list)) else f"a {type(found).__name__}"
+            what = f"{len(found)} cotangents" if isinstance(found, (tuple, list)) else f"a {kind_of(found)}"
             raise TransformError(
                 f"the backward rule of {self.title} returned {what} for {len(trees)} arguments",
                 expected="a tuple with one cotangent an argument, None for zero",
             )
         cotangents: Cotangents = []
-        for position, (tree, (leaves, spec)) in enumerate(zip(found, trees, strict=True)):
+        for position, (tree, (shapes, spec)) in enumerate(zip(found, trees, strict=True)):
             if tree is None:
-                cotangents += [None] * len(leaves)
+                cotangents += [None] * len(shapes)
                 continue
             flat, found_spec = tree_flatten(tree, is_leaf=lambda x: x is None)
             if found_spec != spec:
@@ -165,6 +165,9 @@ class custom_vjp(_Differentiated):
                     f"the backward rule of {self.title} returned {found_spec} for argument {position}, which is {spec}",
                     expected="a cotangent of the argument's structure, None for zero",
                 )
+            for g, shape in zip(flat, shapes, strict=True):
+                if shape is not None and g is not None and getattr(g, "shape", None) != shape:
+                    raise wrong_cotangent(self.title, g, position, shape)
             cotangents += flat
         return cotangents
 
@@ -209,7 +212,7 @@ class custom_jvp(_Differentiated):
             pair = jvp(*apart, tree_unflatten(values, spec), tree_unflatten(along, spec))
             if not (isinstance(pair, tuple) and len(pair) == 2):
                 raise TransformError(
-                    f"the rule of {self.title} returned a {type(pair).__name__}{diagnostics.where()}",
+                    f"the rule of {self.title} returned a {kind_of(pair)}{diagnostics.where()}",
                     expected="a pair: the function's result, and its tangent",
                 )
             results, out_spec = self.flat_tensors(pair[0])
@@ -298,7 +301,7 @@ class _MappedByRule(Recomputed):
         pair = self.custom.rule(size, list(tree_unflatten(in_batched, self.spec)), *tree_unflatten(values, self.spec))
         if not (isinstance(pair, tuple) and len(pair) == 2):
             raise TransformError(
-                f"the rule of {self.name} returned a {type(pair).__name__}{diagnostics.where()}",
+                f"the rule of {self.name} returned a {kind_of(pair)}{diagnostics.where()}",
                 expected="a pair: the result, and which of its leaves have the sample axis in front",
             )
         results, self.out_spec = self.custom.flat_tensors(pair[0])
