@@ -322,15 +322,15 @@ class Rows(Term):
 
     def square_norms(self) -> torch.Tensor:
         rows = accumulating(self.rows)
-        if rows.shape[1] == 1:
+        n, positions, columns = rows.shape
+        if positions == 1:
             return _square_norm(rows)
         # rows of one sample with the same index are added first: linear in the positions, and nothing cancels afterwards
-        keys, places = torch.unique(self._keys(), return_inverse=True)
-        merged = torch.zeros(len(keys), rows.shape[2], dtype=rows.dtype, device=self.device)
-        merged.index_add_(0, places, rows.reshape(-1, rows.shape[2]))
-        return torch.zeros(self.samples, dtype=rows.dtype, device=self.device).index_add_(
-            0, torch.div(keys, self.count, rounding_mode="floor"), (merged * merged).sum(1)
-        )
+        index, order = self.index.sort(1)
+        ranks = torch.cat([torch.zeros_like(index[:, :1]), (index[:, 1:] != index[:, :-1]).cumsum(1)], 1)  # among the sample's indices
+        places = torch.empty_like(ranks).scatter_(1, order, ranks) + torch.arange(n, device=self.device).unsqueeze(1) * positions
+        merged = torch.zeros(n * positions, columns, dtype=rows.dtype, device=self.device)
+        return _square_norm(merged.index_add_(0, places.reshape(-1), rows.reshape(-1, columns)).reshape(rows.shape))
 
     def materialise(self) -> torch.Tensor:
         n, _, columns = self.rows.shape
