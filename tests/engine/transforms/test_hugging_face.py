@@ -44,6 +44,12 @@ def padding(n: int) -> Tensor:
     return (torch.arange(TIMES) < 3 + (torch.arange(n) % 3)[:, None]).long()
 
 
+def some_padded_text(n: int) -> Inputs:
+    """Every other sample fills its array: the models branch on whether there is padding at all."""
+    mask = (torch.arange(TIMES) < torch.where(torch.arange(n) % 2 == 0, 4, TIMES)[:, None]).long()
+    return {**padded_text(n), "attention_mask": mask}
+
+
 def labelled_text(n: int) -> Inputs:
     return {"input_ids": text(n), "labels": torch.arange(n) % 2}
 
@@ -60,6 +66,11 @@ def continued_text(n: int) -> Inputs:
 def padded_continued_text(n: int) -> Inputs:
     tokens, mask = text(n), padding(n)
     return {"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100)}
+
+
+def some_padded_continued_text(n: int) -> Inputs:
+    inputs = some_padded_text(n)
+    return {**inputs, "labels": inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)}
 
 
 def images(n: int) -> Inputs:
@@ -119,12 +130,14 @@ WITHOUT_CACHE = (("use_cache", False),)
 MODELS = (
     Pretrained("bert", bert, labelled_text),
     Pretrained("bert-padded", bert, padded_text),
+    Pretrained("bert-some-padded", bert, some_padded_text),
     Pretrained("distilbert", distilbert, padded_text),
     Pretrained("roberta", roberta, labelled_text),
     Pretrained("gpt2", gpt2, continued_text),
     Pretrained("gpt2-padded", gpt2, padded_continued_text, WITHOUT_CACHE),
     Pretrained("llama", llama, continued_text, WITHOUT_CACHE),
     Pretrained("llama-padded", llama, padded_continued_text, WITHOUT_CACHE),
+    Pretrained("llama-some-padded", llama, some_padded_continued_text, WITHOUT_CACHE),
     Pretrained("t5", t5, continued_text, WITHOUT_CACHE, ("eager",)),
     Pretrained("t5-padded", t5, padded_continued_text, WITHOUT_CACHE, ("eager",)),
     Pretrained("vit", vit, images),

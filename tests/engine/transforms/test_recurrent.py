@@ -137,16 +137,21 @@ def test_the_recurrent_weight_is_one_term_with_a_position_for_each_time(name: st
         assert placed.term.left.shape[:3] == (4, 1, TIMES)
 
 
-def test_lengths_that_differ_between_samples_are_told() -> None:
-    """They decide how many operators run; the same lengths for all samples, or a mask, are fine."""
-    layer = nn.GRU(INPUTS, HIDDEN, batch_first=True)
+@pytest.mark.parametrize("both_ways", [False, True])
+def test_lengths_that_differ_between_samples(both_ways: bool) -> None:
+    """They decide how many operators run: the samples of each length are run together."""
+    layer = nn.GRU(INPUTS, HIDDEN, batch_first=True, bidirectional=both_ways)
     params = {name: value.detach() for name, value in layer.named_parameters()}
+    x, lengths = torch.randn(6, TIMES, INPUTS), torch.tensor([5, 2, 4, 2, 5, 2])
 
     def loss(params: dict[str, Tensor], x: Tensor, length: Tensor) -> Tensor:
         return total(functional_call(layer, params, (pack_padded_sequence(x[None], length[None], batch_first=True),))[1])
 
-    with pytest.raises(TransformError, match="differs between samples"):
-        vmap(grad(loss), in_dims=(None, 0, 0))(params, torch.randn(4, TIMES, INPUTS), torch.tensor([5, 2, 4, 2]))
+    ways = [vmap(grad(loss), in_dims=(None, 0, 0))(params, x, lengths), per_sample_gradients(loss, params, x, lengths).materialise()]
+    for sample, length in enumerate(lengths.tolist()):
+        expected = torch.autograd.grad(total(layer(x[sample, None, :length])[1]), list(layer.parameters()))
+        for found in ways:
+            torch.testing.assert_close([value[sample] for value in found.values()], list(expected), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
