@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -275,24 +276,28 @@ class BatchLevel(Level):
                 # one draw for all: drawn without the axis, then written to every sample
                 target = self.batch.physical(args[0])
                 drawn = torch.empty_like(target[0]) if self.size else torch.empty(args[0].shape)
-                op(drawn, *args[1:], **kwargs)
+                self._draw_below(op, drawn, *args[1:], **kwargs)
                 target.copy_(drawn.expand_as(target))
                 return args[0]
             if mapped:
                 shared = shared_draw(op)
                 if shared is not None:
-                    return shared(op, *args, **kwargs)
+                    return shared(self._draw_below, op, *args, **kwargs)
                 raise TransformError(
                     f"{op.name()} on batched values can't draw the same for all samples{diagnostics.where()}",
                     next_step="use randomness='different'",
                 )
-            return map_tracers(lambda x: x if mutated else FreshTracer(x, self), interpret(op, args, kwargs, below=self))
+            return map_tracers(lambda x: x if mutated else FreshTracer(x, self), self._draw_below(op, *args, **kwargs))
         if mutated:
             if not self.owns(args[0]):
                 refuse_mutation(op, "a tensor without a sample axis, with a different draw for each sample", "one tensor, many draws")
-            rule(self.batch, op, *args, **kwargs)
+            rule(self.batch, partial(self._draw_below, op), *args, **kwargs)
             return args[0]
-        return self._wrap(rule(self.batch, op, *args, **kwargs))
+        return self._wrap(rule(self.batch, partial(self._draw_below, op), *args, **kwargs))
+
+    def _draw_below(self, op: Op, *args: Any, **kwargs: Any) -> Any:
+        """A random operator one floor down, where levels further out have their say in what is drawn."""
+        return interpret(op, args, kwargs, below=self)
 
 
 class Batch:

@@ -44,14 +44,14 @@ def draw_like(batch: Any, op: Op, x: torch.Tensor, *args: Any, **kwargs: Any) ->
     return op(x.unsqueeze(0).expand(batch.size, *x.shape).contiguous(), *args, **kwargs)
 
 
-def draw_like_one(op: Op, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def draw_like_one(draw: Any, op: Op, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """One draw for all samples, of an operator that looks at its tensor's shape and not at its values."""
-    return op(torch.empty(x.shape, dtype=x.dtype, device=x.device), *args, **kwargs)
+    return draw(op, torch.empty(x.shape, dtype=x.dtype, device=x.device), *args, **kwargs)
 
 
-def drop_alike(op: Op, x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def drop_alike(draw: Any, op: Op, x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """One dropout mask for all samples."""
-    scale, mask = op(torch.ones(x.shape, dtype=x.dtype, device=x.device), *args)
+    scale, mask = draw(op, torch.ones(x.shape, dtype=x.dtype, device=x.device), *args)
     return x * scale, mask
 
 
@@ -98,14 +98,34 @@ constant(
 constant(aten.rand.default, aten.randn.default, aten.rand.generator, aten.randn.generator, batch=draw_shape(0))
 constant(aten.randint.default, aten.normal.float_float, batch=draw_shape(1))
 constant(aten.randint.low, batch=draw_shape(2))
-constant(
-    aten.bernoulli.default,
-    aten.normal.Tensor_Tensor,
-    aten.normal.Tensor_float,
-    aten.normal.float_Tensor,
-    aten.poisson.default,
-    batch=draw_with_parameters,
-)
+
+
+def normal_alike(draw: Any, op: Op, mean: Any, std: Any, generator: Any = None) -> torch.Tensor:
+    """One standard normal draw, which each sample moves and stretches."""
+    tensors = [t for t in (mean, std) if isinstance(t, torch.Tensor)]
+    shape = torch.broadcast_shapes(*[t.shape for t in tensors])
+    standard = draw(aten.randn.generator, shape, generator=generator, dtype=tensors[0].dtype, device=tensors[0].device)
+    return standard * std + mean
+
+
+def bernoulli_alike(draw: Any, op: Op, p: torch.Tensor, generator: Any = None) -> torch.Tensor:
+    """One uniform draw, which each sample holds against its probabilities."""
+    return (draw(aten.rand.generator, p.shape, generator=generator, dtype=p.dtype, device=p.device) < p).to(p.dtype)
+
+
+def multinomial_alike(draw: Any, op: Op, p: torch.Tensor, count: int, replacement: bool = False, generator: Any = None) -> torch.Tensor:
+    """One draw of the noise that PyTorch's kernel draws, whatever the probabilities are."""
+    if replacement and count > 1:
+        noise = draw(aten.rand.generator, [*p.shape[:-1], count], generator=generator, dtype=torch.float64, device=p.device)
+        reached = p.double().cumsum(-1)
+        return torch.searchsorted(reached / reached[..., -1:], noise).clamp(max=p.shape[-1] - 1)
+    noise = draw(aten.exponential.default, torch.empty(p.shape, dtype=p.dtype, device=p.device), 1.0, generator=generator)
+    return (p / noise).topk(count)[1]
+
+
+constant(aten.normal.Tensor_Tensor, aten.normal.Tensor_float, aten.normal.float_Tensor, batch=draw_with_parameters, same=normal_alike)
+constant(aten.bernoulli.default, batch=draw_with_parameters, same=bernoulli_alike)
+constant(aten.poisson.default, aten.binomial.default, aten._sample_dirichlet.default, batch=draw_with_parameters)
 constant(
     aten.randperm.default,
     aten.randperm.generator,
@@ -113,6 +133,7 @@ constant(
 )
 constant(
     aten.multinomial.default,
+    same=multinomial_alike,
     batch=lambda batch, op, p, count, *args, **kwargs: (
         op(batch.physical(p), count, *args, **kwargs)
         if p.dim() == 1
@@ -144,10 +165,10 @@ def _draw_slopes(batch: Any, op: Op, x: torch.Tensor, noise: torch.Tensor, *args
     return op(batch.physical(x), batch.physical(noise).contiguous(), *args)
 
 
-def _same_slopes(op: Op, x: torch.Tensor, noise: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _same_slopes(draw: Any, op: Op, x: torch.Tensor, noise: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Drawn once at every place, as which elements are negative differs between samples."""
     negative = torch.full(x.shape, -1.0, dtype=x.dtype, device=x.device)
-    _, slopes = op(negative, torch.empty_like(negative), *args)
+    _, slopes = draw(aten.rrelu_with_noise_functional.default, negative, torch.empty_like(negative), *args)
     slopes = torch.where(x <= 0, slopes, 1)
     return x * slopes, slopes
 
@@ -156,7 +177,7 @@ define(
     aten.rrelu.default,
     instead=lambda level, args, kwargs: _rrelu(*args, **kwargs),
     batch=draw_like,
-    same=lambda op, x, *args: _same_slopes(aten.rrelu_with_noise_functional.default, x, x, *args)[0],
+    same=lambda draw, op, x, *args: _same_slopes(draw, op, x, x, *args)[0],
 )
 define(
     aten.rrelu_with_noise_functional.default,

@@ -73,8 +73,8 @@ def define(
     linear: the arguments in which the operator is linear while the others stay as they are; a list of tensors counts as one.
     jvp: by argument, `lambda out, x, y: lambda t: ...` from the argument's tangent to what it adds to the result's. Without either, the
         JVP is the transpose of the VJP.
-    same: for a random operator on a mapped value, what to run where all samples share one draw (randomness='same'); it may call
-    operators on its arguments as they are.
+    same: for a random operator on a mapped value, what to run where all samples share one draw (randomness='same'): a function of `draw`
+    (`draw(op, *args)` is what all samples share), the operator and its arguments, on which it may call operators as they are.
     """
     for op in ops:
         if same is not None:
