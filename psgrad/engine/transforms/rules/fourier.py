@@ -6,12 +6,13 @@ A transform of real values keeps half of the spectrum: the other half is its mir
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from psgrad.engine.transforms import diagnostics
-from psgrad.engine.transforms.rules.families import aten, shifted
-from psgrad.engine.transforms.rules.registry import define, replace
+from psgrad.engine.transforms.rules.families import aten, wrap_dim
+from psgrad.engine.transforms.rules.registry import Op, define, replace
 from psgrad.errors import TransformError
 
 
@@ -38,14 +39,21 @@ def _complex_to_real_back(
     return lambda g: (aten._fft_r2c.default(g, dims, scaling, True).movedim(dims[-1], -1) * weight).movedim(-1, dims[-1])
 
 
+def _along_axes(batch: Any, op: Op, x: torch.Tensor, dims: Sequence[int], *rest: Any) -> torch.Tensor:
+    physical, axes = batch.physical(x), [wrap_dim(d, x.dim()) + 1 for d in dims]
+    if batch.size:
+        return op(physical, axes, *rest)
+    return op(physical.new_zeros(1, *x.shape), axes, *rest)[:0]  # the kernels fail where there is nothing to do
+
+
 define(
     aten._fft_c2c.default,
     vjp={0: lambda out, x, dims, scaling, forward: lambda g: aten._fft_c2c.default(g, dims, scaling, not forward)},
     linear=(0,),
-    batch=shifted(1),
+    batch=_along_axes,
 )
-define(aten._fft_r2c.default, vjp={0: _real_to_complex_back}, linear=(0,), batch=shifted(1))
-define(aten._fft_c2r.default, vjp={0: _complex_to_real_back}, linear=(0,), batch=shifted(1))
+define(aten._fft_r2c.default, vjp={0: _real_to_complex_back}, linear=(0,), batch=_along_axes)
+define(aten._fft_c2r.default, vjp={0: _complex_to_real_back}, linear=(0,), batch=_along_axes)
 
 
 @replace(aten.stft.default)

@@ -7,6 +7,7 @@ pseudoinverse is of Golub and Pereyra (1973), that of the exponential of Najfeld
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -277,24 +278,32 @@ define(aten.linalg_ldl_factor_ex.default, batch=leading)
 
 
 def _determinant_back(out: Any, a: torch.Tensor) -> Callable[[list[Any]], torch.Tensor]:
-    """The cofactors of `a`: where it has an inverse, det times that; else from its singular values.
+    """The cofactors of `a`: from its inverse, or, where it hardly has one, from its singular values.
 
     Each way is given matrices that it can deal with: nan would get from the way not taken into further derivatives.
     """
-    determinant = out[0]
 
     def back(gs: list[Any]) -> torch.Tensor:
-        singular = diag_of(determinant == 0)
-        inverse = aten.linalg_inv_ex.default(torch.where(singular, eye_like(a), a))[0]
-        regular = diag_of(conj(determinant)) * h(inverse)
+        if not a.shape[-1]:
+            return torch.zeros_like(a)
+        pivots = aten.linalg_lu_factor_ex.default(a)[0].diagonal(0, -2, -1).abs()
+        singular = diag_of(pivots.amin(-1) <= math.sqrt(torch.finfo(a.dtype).eps) * pivots.amax(-1))
+        regular = _cofactors_by_inverse(torch.where(singular, eye_like(a), a))
         distinct = torch.diag(torch.arange(1, a.shape[-1] + 1, device=a.device)).to(a.dtype)
-        cofactors = torch.where(singular, _cofactors(torch.where(singular, a, distinct)), regular)
-        return diag_of(gs[0]) * cofactors
+        return diag_of(gs[0]) * torch.where(singular, _cofactors_by_values(torch.where(singular, a, distinct)), regular)
 
     return back
 
 
-def _cofactors(a: torch.Tensor) -> torch.Tensor:
+def _cofactors_by_inverse(a: torch.Tensor) -> torch.Tensor:
+    """conj(det(a)) a^-H, both from one factorisation: then what rounding did to the smallest pivot cancels."""
+    lu, pivots, _ = aten.linalg_lu_factor_ex.default(a)
+    swaps = (pivots != torch.arange(1, a.shape[-1] + 1, device=a.device)).sum(-1)
+    determinant = lu.diagonal(0, -2, -1).prod(-1) * (1 - 2 * (swaps % 2))
+    return aten.linalg_lu_solve.default(lu, pivots, diag_of(conj(determinant)) * eye_like(a), adjoint=True)
+
+
+def _cofactors_by_values(a: torch.Tensor) -> torch.Tensor:
     """conj(det(U) det(V^H)) U diag(products of the other singular values) V^H."""
     u, s, vh = torch.linalg.svd(a, full_matrices=False)
     own = torch.eye(s.shape[-1], dtype=torch.bool, device=s.device)

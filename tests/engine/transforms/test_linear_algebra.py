@@ -1,0 +1,260 @@
+"""What PyTorch's database does not show of linear algebra and Fourier transforms: samples that differ in kind, shapes that can be taken
+for others, singular and degenerate matrices, single precision. The oracle is torch.autograd on one sample at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from psgrad.engine.transforms import grad, hessian, jvp, vmap
+from psgrad.errors import TransformError
+
+aten = torch.ops.aten
+
+
+def draws(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def positive(x: Tensor) -> Tensor:
+    return x @ x.mT + torch.eye(x.shape[-1], dtype=x.dtype)
+
+
+def by_loop(loss: Callable[..., Tensor], in_dims: tuple[int | None, ...], *arguments: Tensor) -> tuple[Tensor, ...]:
+    """Each sample's gradients, one autograd call a sample."""
+    count = next(x.shape[d] for x, d in zip(arguments, in_dims, strict=True) if d is not None)
+    rows = []
+    for i in range(count):
+        leaves = [(x if d is None else x.select(d, i)).detach().clone().requires_grad_() for x, d in zip(arguments, in_dims, strict=True)]
+        rows.append(torch.autograd.grad(loss(*leaves), leaves, materialize_grads=True))
+    return tuple(torch.stack(row) for row in zip(*rows, strict=True))
+
+
+def check(loss: Callable[..., Tensor], in_dims: tuple[int | None, ...], *arguments: Tensor, **tolerance: float) -> None:
+    ours = vmap(grad(loss, argnums=tuple(range(len(arguments)))), in_dims=in_dims)(*arguments)
+    for found, expected in zip(ours, by_loop(loss, in_dims, *arguments), strict=True):
+        torch.testing.assert_close(found, expected, **tolerance)
+
+
+# -- which axis is what -------------------------------------------------------------------------------------------------------------
+
+SIDES = [((4, 3, 3), (4, 3)), ((4, 3, 3), (4, 3, 2)), ((3, 3, 3), (3, 3)), ((3, 3, 3), (3, 3, 3)), ((4, 2, 3, 3), (4, 3))]
+
+
+@pytest.mark.parametrize(("matrix", "side"), SIDES)
+@pytest.mark.parametrize("in_dims", [(0, 0), (None, 0), (0, None)])
+def test_the_right_hand_side_stays_a_vector_or_a_matrix(matrix: Any, side: Any, in_dims: Any) -> None:
+    a = draws(*(matrix if in_dims[0] == 0 else matrix[1:]))
+    b = draws(*(side if in_dims[1] == 0 else side[1:]), seed=1)
+    if a.dim() - (in_dims[0] == 0) == 3 and b.dim() - (in_dims[1] == 0) == 1:
+        b = b.unsqueeze(-1)
+    check(lambda a, b: torch.linalg.solve(a, b).pow(3).sum(), in_dims, a, b)
+
+
+@pytest.mark.parametrize("in_dims", [(0, 0), (2, 1), (1, None), (None, -1)])
+def test_samples_lie_along_any_axis(in_dims: Any) -> None:
+    where = [d for d in in_dims if d is not None]
+    a, b = draws(3, 3, 3), draws(3, 3, seed=1)
+    assert where
+    if in_dims[0] is None:
+        a = a[0]
+    if in_dims[1] is None:
+        b = b[0]
+    for loss in (
+        lambda a, b: torch.linalg.solve(a, b).sum(),
+        lambda a, b: torch.linalg.solve_triangular(a, b.unsqueeze(-1), upper=True).sum(),
+        lambda a, b: torch.linalg.lstsq(a, b.unsqueeze(-1)).solution.sum(),
+        lambda a, b: (torch.linalg.svd(a)[1] * b).sum(),
+        lambda a, b: (torch.linalg.qr(a)[1] * b).sum(),
+        lambda a, b: (torch.linalg.cholesky(positive(a)) * b).sum(),
+        lambda a, b: torch.cholesky_solve(b.unsqueeze(-1), torch.linalg.cholesky(positive(a))).sum(),
+    ):
+        check(loss, in_dims, a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_a_matrix_that_all_samples_share_is_factored_once() -> None:
+    a, b = draws(3, 3), draws(5, 3, 2)
+    factors = vmap(lambda b: aten._linalg_solve_ex(a, b)[1])(b)
+    assert factors.shape == (5, 3, 3)
+    assert factors.stride(0) == 0
+
+
+@pytest.mark.parametrize(
+    "function",
+    [torch.linalg.inv, torch.linalg.det, torch.linalg.svdvals, torch.linalg.eigvalsh, torch.linalg.pinv, torch.matrix_exp, torch.fft.fft],
+)
+def test_no_samples_at_all(function: Callable[[Tensor], Tensor]) -> None:
+    none = torch.zeros(0, 3, 3, dtype=torch.float64)
+    assert vmap(function)(none).shape == (0, *function(torch.eye(3, dtype=torch.float64)).shape)
+    assert vmap(grad(lambda a: function(a).abs().sum()))(none).shape == (0, 3, 3)
+
+
+# -- where there is no inverse --------------------------------------------------------------------------------------------------------
+
+
+def cofactors(a: Tensor) -> Tensor:
+    """The derivative of a determinant of three rows, as a polynomial. (PyTorch's own is zero where a matrix is singular.)"""
+    minors = [[a[[i for i in range(3) if i != row]][:, [j for j in range(3) if j != column]] for column in range(3)] for row in range(3)]
+    signed = [[(-1) ** (i + j) * (m[0, 0] * m[1, 1] - m[0, 1] * m[1, 0]) for j, m in enumerate(row)] for i, row in enumerate(minors)]
+    return torch.stack([torch.stack(row) for row in signed])
+
+
+def of_rank(rank: int) -> Tensor:
+    left, right = draws(3, 3, seed=2), draws(3, 3, seed=3)
+    return left[:, :rank] @ right[:rank] if rank else torch.zeros(3, 3, dtype=torch.float64)
+
+
+def test_a_determinant_has_a_derivative_at_every_matrix() -> None:
+    """Samples of every rank, side by side: what one of them can't be divided by must not reach the others."""
+    exactly_singular = torch.tensor([[1.0, 2, 3], [2, 4, 6], [1, 0, 1]], dtype=torch.float64)
+    matrices = torch.stack([of_rank(0), exactly_singular, of_rank(1), of_rank(2), of_rank(3), torch.eye(3, dtype=torch.float64)])
+    found = vmap(grad(torch.linalg.det))(matrices)
+    torch.testing.assert_close(found, torch.stack([cofactors(a) for a in matrices]), rtol=1e-9, atol=1e-9)
+
+
+def test_a_determinant_has_a_second_derivative_where_it_is_zero() -> None:
+    a = torch.tensor([[1.0, 2, 3], [2, 4, 6], [1, 0, 1]], dtype=torch.float64)
+    assert float(torch.linalg.det(a)) == 0
+    second = vmap(hessian(torch.linalg.det))(torch.stack([a, of_rank(3)]))
+    expected = torch.stack([torch.autograd.functional.jacobian(cofactors, x) for x in (a, of_rank(3))])
+    torch.testing.assert_close(second, expected, rtol=1e-8, atol=1e-8)
+
+
+def test_the_logarithm_of_a_determinant() -> None:
+    a = positive(draws(4, 3, 3))
+    inverse = torch.linalg.inv(a)
+    torch.testing.assert_close(vmap(grad(torch.logdet))(a), inverse.mT)
+    expected = -torch.einsum("nli,njk->nijkl", inverse, inverse)
+    torch.testing.assert_close(vmap(hessian(torch.logdet))(a), expected.permute(0, 2, 1, 3, 4).transpose(1, 2))
+
+
+# -- degenerate matrices ----------------------------------------------------------------------------------------------------------------
+
+REPEATED = torch.diag(torch.tensor([2.0, 2.0, 1.0], dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda a: torch.linalg.svdvals(a).pow(2).sum(),
+        lambda a: torch.linalg.matrix_norm(a, "nuc"),
+        lambda a: torch.linalg.eigvalsh(a).exp().sum(),
+        lambda a: torch.linalg.matrix_norm(a, 2),
+        lambda a: torch.linalg.eigvals(a).abs().sum(),
+    ],
+)
+def test_values_that_repeat_have_derivatives(loss: Callable[[Tensor], Tensor]) -> None:
+    check(loss, (0,), torch.stack([REPEATED, positive(draws(3, 3))]))
+
+
+@pytest.mark.parametrize("vectors", [lambda a: torch.linalg.eigh(a)[1], lambda a: torch.linalg.svd(a)[0]])
+def test_vectors_of_values_that_repeat_have_none_that_is_finite(vectors: Callable[[Tensor], Tensor]) -> None:
+    """As in PyTorch: an infinite number, or none, rather than one that looks right."""
+
+    def loss(a: Tensor) -> Tensor:
+        return (vectors(a) * torch.arange(9.0, dtype=a.dtype).reshape(3, 3)).pow(2).sum()
+
+    assert not bool(grad(loss)(REPEATED).isfinite().all())
+    assert not bool(by_loop(loss, (0,), REPEATED.unsqueeze(0))[0].isfinite().all())
+
+
+def test_nearly_repeated_values_stay_as_exact_as_autograd() -> None:
+    a = REPEATED + 1e-5 * positive(draws(3, 3))
+    check(lambda a: (torch.linalg.eigh(a)[1].abs() * torch.arange(9.0, dtype=a.dtype).reshape(3, 3)).sum(), (0,), a.expand(2, 3, 3))
+
+
+def test_the_basis_beyond_a_matrix_columns_has_no_derivative() -> None:
+    a = draws(4, 5, 3)
+    with pytest.raises(TransformError, match="mode='complete'"):
+        vmap(grad(lambda a: torch.linalg.qr(a, "complete")[0].sum()))(a)
+    complete = vmap(grad(lambda a: torch.linalg.qr(a, "complete")[1].pow(3).sum()))(a)
+    torch.testing.assert_close(complete, by_loop(lambda a: torch.linalg.qr(a, "reduced")[1].pow(3).sum(), (0,), a)[0])
+    alone = vmap(grad(lambda a: torch.linalg.qr(a, "r")[1].pow(3).sum()))(a)
+    torch.testing.assert_close(alone, complete)
+
+
+# -- precision ----------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda a, b: torch.linalg.solve(a, b).pow(2).sum(),
+        lambda a, b: torch.cholesky_solve(b.unsqueeze(-1), torch.linalg.cholesky(a)).sum() + torch.logdet(a),
+        lambda a, b: (torch.linalg.eigh(a)[1] @ b).pow(2).sum() + torch.linalg.eigvalsh(a).log().sum(),
+        lambda a, b: torch.linalg.svd(a)[1].log().sum() + (torch.linalg.qr(a)[1].abs() @ b).sum(),
+        lambda a, b: torch.matrix_exp(-a).sum() + torch.linalg.pinv(a).sum(),
+        lambda a, b: torch.fft.rfft(a @ b).abs().sum() + torch.fft.irfft(torch.fft.fft2(a), n=5).sum(),
+    ],
+)
+def test_single_precision_stays_single(loss: Callable[..., Tensor]) -> None:
+    a, b = positive(draws(4, 3, 3)), draws(4, 3, seed=1)
+    ours = vmap(grad(loss, argnums=(0, 1)))(a.float(), b.float())
+    for found, expected in zip(ours, by_loop(loss, (0, 0), a, b), strict=True):
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+# -- at work -------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_likelihood_of_a_gaussian_process_a_sample() -> None:
+    """Each sample has a kernel of its own, of shared length scale and noise: logdet and solve through one Cholesky factor."""
+
+    def loss(scale: Tensor, noise: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        kernel = torch.exp(-((x.unsqueeze(0) - x.unsqueeze(1)) ** 2) / scale) + noise.exp() * torch.eye(5, dtype=x.dtype)
+        factor = torch.linalg.cholesky(kernel)
+        return y @ torch.cholesky_solve(y.unsqueeze(-1), factor).squeeze(-1) + 2 * factor.diagonal().log().sum()
+
+    scale, noise = torch.tensor(0.7, dtype=torch.float64), torch.tensor(-1.0, dtype=torch.float64)
+    check(loss, (None, None, 0, 0), scale, noise, draws(3, 5), draws(3, 5, seed=1))
+
+
+def test_a_tangent_through_a_solution() -> None:
+    a, b, da = draws(4, 3, 3), draws(4, 3, seed=1), draws(4, 3, 3, seed=2)
+    _, moved = vmap(lambda a, b, da: jvp(lambda a: torch.linalg.solve(a, b), (a,), (da,)))(a, b, da)
+    x = torch.linalg.solve(a, b)
+    torch.testing.assert_close(moved, -torch.linalg.solve(a, torch.einsum("nij,nj->ni", da, x)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"center": False},
+        {"hop_length": 3, "win_length": 10},
+        {"normalized": True, "onesided": False},
+        {"center": False, "win_length": 9, "align_to_window": True},
+        {"pad_mode": "constant", "window": torch.hann_window(16, dtype=torch.float64)},
+    ],
+)
+@pytest.mark.parametrize("shape", [(3, 50), (3, 2, 50)])
+def test_short_time_transforms(options: dict[str, Any], shape: tuple[int, ...]) -> None:
+    signals = draws(*shape)
+
+    def spectrum(x: Tensor) -> Tensor:
+        return torch.stft(x, 16, return_complex=True, **options)
+
+    torch.testing.assert_close(vmap(spectrum)(signals), torch.stack([spectrum(x) for x in signals]))
+    check(lambda x: spectrum(x).abs().pow(3).sum(), (0,), signals)
+
+
+def test_a_signal_comes_back_from_its_spectrum() -> None:
+    signals, window = draws(3, 64), torch.hann_window(16, dtype=torch.float64)
+
+    def there_and_back(x: Tensor) -> Tensor:
+        return torch.istft(torch.stft(x, 16, window=window, return_complex=True), 16, window=window)
+
+    torch.testing.assert_close(vmap(there_and_back)(signals), signals)
+    torch.testing.assert_close(vmap(grad(lambda x: there_and_back(x).pow(2).sum()))(signals), 2 * signals)
+
+
+@pytest.mark.parametrize("options", [{"win_length": 20}, {"window": torch.ones(3)}, {"window": torch.ones(1)}, {"return_complex": None}])
+def test_a_window_that_does_not_fit_is_refused(options: dict[str, Any]) -> None:
+    arguments = {"n_fft": 16, "center": False, "return_complex": True, **options}
+    with pytest.raises(TransformError, match="stft with n_fft=16"):
+        vmap(lambda x: torch.stft(x, **arguments))(draws(3, 50))
