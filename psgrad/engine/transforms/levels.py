@@ -16,6 +16,7 @@ While a transform runs the user's function, two things hold:
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -33,6 +34,8 @@ class _State(threading.local):
     def __init__(self) -> None:
         self.stack: list[Level] = []
         self.interpreting = False
+        # While a random operator is carried out: only levels under this one have a say in what it is taken apart into.
+        self.heard = math.inf
         # True while a cotangent is computed for a value that no sample axis has touched: only there may a
         # contraction over the sample axis be put off (see Deferral in batching.py).
         self.cotangent_is_shared = False
@@ -370,17 +373,20 @@ def _hand_on(level: Level | None, op: Op, args: tuple[Any, ...], kwargs: dict[st
     if level is _DEAD:
         args, kwargs = map_tracers(resurrect, args), map_tracers(resurrect, kwargs)
         return interpret(op, args, kwargs, below) if _top_level(args, kwargs) is not None else op(*args, **kwargs)
-    if is_random(op, args, kwargs):
-        for told in state.draws:
-            told(kwargs.get("generator"))
+    if not is_random(op, args, kwargs):
+        return op(*args, **kwargs) if level is None else level.process(op, args, kwargs)
+    for told in state.draws:
+        told(kwargs.get("generator"))
+    before, state.heard = state.heard, state.heard if below is None else below.index
+    try:
         for candidate in reversed(state.stack):
             if level is not None and candidate.index <= level.index:
                 break
-            if (below is None or candidate.index < below.index) and candidate.draws(op, args, kwargs):
+            if candidate.index < state.heard and candidate.draws(op, args, kwargs):
                 return candidate.process(op, args, kwargs)
-    if level is None:
-        return op(*args, **kwargs)
-    return level.process(op, args, kwargs)
+        return op(*args, **kwargs) if level is None else level.process(op, args, kwargs)
+    finally:
+        state.heard = before
 
 
 _DEAD: Any = Level()

@@ -100,7 +100,7 @@ constant(aten.randint.default, aten.normal.float_float, batch=draw_shape(1))
 constant(aten.randint.low, batch=draw_shape(2))
 
 
-def normal_alike(draw: Any, op: Op, mean: Any, std: Any, generator: Any = None) -> torch.Tensor:
+def normal_alike(draw: Any, op: Op, mean: Any, std: Any = 1.0, generator: Any = None) -> torch.Tensor:
     """One standard normal draw, which each sample moves and stretches."""
     tensors = [t for t in (mean, std) if isinstance(t, torch.Tensor)]
     shape = torch.broadcast_shapes(*[t.shape for t in tensors])
