@@ -12,7 +12,7 @@ but it visits every level from the top, tracers among its arguments or not, as t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,9 +108,8 @@ def process(level: Level, call: Call, args: Flat) -> Flat:
         results = call.push(level, values, tangents)
         return [level.dual(x, t) if isinstance(x, torch.Tensor) else x for x, t in zip(*results, strict=True)]
     assert isinstance(level, GradLevel)
-    recorded = call.differentiate(level, values, [i for i, _ in inputs])
-    if level.needed is not None:
-        level.remember(values, {})
+    with witnessed(level):
+        recorded = call.differentiate(level, values, [i for i, _ in inputs])
     places = inputs + [(len(args) + i, x) for i, x in enumerate(recorded.captured)]
     return level.record_call(recorded.outs, lambda arrived: dict(enumerate(recorded.pull(arrived))), places, recorded.constant)
 
@@ -126,15 +125,25 @@ def resting(level: Level) -> Iterator[None]:
 
 
 @contextmanager
+def witnessed(level: GradLevel) -> Iterator[None]:
+    """A record that outlives its function watches also what a call uses, whose operators it does not record."""
+    before = state.witnesses
+    if level.needed is not None:
+        state.witnesses = (*before, level.remember)
+    try:
+        yield
+    finally:
+        state.witnesses = before
+
+
+@contextmanager
 def back_in(level: Level) -> Iterator[None]:
     """Inside a level, which is entered again if it was left."""
-    with ExitStack() as exits:
-        exits.enter_context(users_program())
-        if level.alive:
-            exits.enter_context(_adopting(True, [level]))
+    if level.alive:
+        with users_program(), _adopting(True, [level]):
             yield
-            return
-        exits.enter_context(level.active())
+        return
+    with level.again():
         try:
             yield
         except Divergence as divergence:
@@ -396,7 +405,7 @@ class Ruled(Call):
 
         def pull(cotangents: Cotangents) -> Cotangents:
             seeds = [(end, cotangents[place]) for place, end in ends]
-            found = dict(zip(needed, pull_back(seeds, starts, keep=True), strict=True))
+            found = dict(zip(needed, pull_back(seeds, starts, keep=True, attached=tape.attached), strict=True))
             return [found.get(i) for i in range(len(values))]
 
         return own_values(level, outs, self.name), pull

@@ -68,8 +68,8 @@ class Recomputed(Call):
         return mapped.up(outs, mapped.outs)
 
     def for_all_samples(self, mapped: Mapped) -> Recomputed:
-        function, value = (self._through(mapped, f) for f in (self.function, self.value))
-        return Recomputed(self.name, function, value)
+        function = self._through(mapped, self.function)
+        return Recomputed(self.name, function, self._through(mapped, self.value) if self.value is not self.function else None)
 
     def _through(self, mapped: Mapped, function: Callable[[Flat], Flat]) -> Callable[[Flat], Flat]:
         def run(args: Flat) -> Flat:
@@ -105,7 +105,7 @@ class Recomputed(Call):
                         raise changed(self.name)
                     ends = [(_Place(x), g) for x, g in zip(again, cotangents, strict=True) if level.owns(x) and g is not None]
                 starts = [leaf.node for leaf in leaves.values()] + nodes
-            found = pull_back(ends, starts, keep=False)
+            found = pull_back(ends, starts, keep=False, attached=level.attached)
             of_args = dict(zip(needed, found, strict=False))
             return [of_args.get(i) for i in range(len(values))] + found[len(needed) :]
 

@@ -47,6 +47,8 @@ class _State(threading.local):
         self.marked = False
         # Memory that a function with rules of its own (see calls.py) may read and not write: it is computed with again.
         self.read_only: frozenset[int] = frozenset()
+        # Told of the arguments of each operator of such a function: those who look whether they change before the way back.
+        self.witnesses: tuple[Callable[[Any, Any], None], ...] = ()
         # Told of each generator that draws: those who will run a function again with the same draws.
         self.draws: tuple[Callable[[Any], None], ...] = ()
 
@@ -172,6 +174,17 @@ class Level:
             yield self
 
     @contextmanager
+    def again(self) -> Iterator[Level]:
+        """Inside the level once more, after it was left: the pass back runs a function of the user's."""
+        with ExitStack() as exits:
+            if not state.stack:
+                exits.enter_context(_attachable(torch.is_grad_enabled()))
+            exits.enter_context(below_autograd())
+            exits.enter_context(users_program())
+            exits.enter_context(self.active())
+            yield self
+
+    @contextmanager
     def active(self, above: Level | None = None) -> Iterator[Level]:
         """The level alone, on top of the stack: for what rules compute, which needs none of the above.
 
@@ -272,6 +285,8 @@ class _Interpreter(TorchDispatchMode):
         kwargs = kwargs or {}
         if state.read_only:
             _refuse_writes(op, args, kwargs)
+        for told in state.witnesses:
+            told(args, kwargs)
         if _top_level(args, kwargs) is not None or not state.stack:
             return interpret(op, args, kwargs)
         if op in RANDOM_COMPOSITES:
