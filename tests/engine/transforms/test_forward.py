@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_flatten
 
 from psgrad.engine import transforms
+from psgrad.engine.gradients import per_sample_gradients
 from psgrad.engine.transforms import hessian, jacfwd, jacrev, jvp, linearize, stack_module_state, vmap
 from psgrad.errors import TransformError
 
@@ -212,3 +213,32 @@ def test_memory_formats_of_tangents_do_not_matter() -> None:
 
 def test_hessians_of_samples() -> None:
     same(vmap(hessian(number))(W), torch.stack([torch.autograd.functional.hessian(number, row) for row in W]))
+
+
+def test_per_sample_gradients_of_a_loss_made_of_derivatives() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 2)).double()
+    params = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        def output(x: Tensor) -> Tensor:
+            return transforms.functional_call(model, params, (x,))
+
+        along = jvp(output, (x,), (x.sin(),))[1]
+        curvature = hessian(lambda x: output(x).sum())(x)
+        return along.square().sum() + jacfwd(output)(x).square().sum() + curvature.square().sum()
+
+    def by_reverse_mode(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        def output(x: Tensor) -> Tensor:
+            return torch.func.functional_call(model, params, (x,))
+
+        jacobian = torch.func.jacrev(output)(x)
+        curvature = torch.func.jacrev(torch.func.jacrev(lambda x: output(x).sum()))(x)
+        return (jacobian @ x.sin()).square().sum() + jacobian.square().sum() + curvature.square().sum()
+
+    found = per_sample_gradients(loss, params, W)
+    expected = [torch.func.grad(by_reverse_mode)(params, x) for x in W]
+    for name, gradient in found.materialise().items():
+        torch.testing.assert_close(gradient, torch.stack([row[name] for row in expected]), rtol=1e-9, atol=1e-10)
+    squares = torch.stack([torch.stack([g.square().sum() for g in row.values()]).sum() for row in expected])
+    torch.testing.assert_close(found.square_norms(), squares)
