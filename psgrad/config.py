@@ -168,6 +168,14 @@ class EngineConfig(_Section):
     chunk_size: Annotated[int | Literal["auto"], BeforeValidator(_chunk_size)] = "auto"
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     verify: Annotated[int, Field(ge=0)] = 3
+    capture: Literal["auto", "off"] = "auto"
+    compile: Literal["none", "inductor"] = "none"
+
+    @model_validator(mode="after")
+    def _what_is_compiled_is_captured(self) -> EngineConfig:
+        if self.compile != "none" and self.capture == "off":
+            raise ValueError(f"compile: {self.compile} compiles what was captured, and capture is off")
+        return self
 
 
 class AnalyzeConfig(_Section):

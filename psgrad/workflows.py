@@ -62,6 +62,8 @@ def analyze(config: Config, *, overwrite: bool = False, progress: Say = lambda _
             reader,
             chunk_size=config.engine.chunk_size,
             randomness="different" if model.training else "error",
+            capture=config.engine.capture,
+            compile=config.engine.compile,
             say=lambda message: progress(Progress(0, len(samples), "samples", message)),
         )
     with clock("self-check"):
@@ -77,7 +79,7 @@ def analyze(config: Config, *, overwrite: bool = False, progress: Say = lambda _
             parameters = parameter_table(norms, objective.params)
             folder.finish_samples(frame)
             folder.write_table("parameters.parquet", parameters)
-        facts["engine"] |= {"chunk_size": stream.chunk_size, "out_of_memory_retries": stream.retries}
+        facts["engine"] |= {"chunk_size": stream.chunk_size, "out_of_memory_retries": stream.retries, **stream.replayed}
         facts["counts"] = {"samples": len(frame), "nonfinite": int((frame["status"] != "ok").sum())}
         facts["timings"] = clock.seconds
         inputs = top_inputs(samples, frame, max(_PICTURES, config.analyze.top)) if config.report.include_inputs else []

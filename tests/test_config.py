@@ -203,6 +203,9 @@ def test_each_mistake_is_told(tmp_path: Path, old: str, new: str, expected: str)
         ("verify: true", "engine.verify: got true, expected a whole number"),
         ("dtype: float16", "engine.dtype: got 'float16', expected one of float32, float64, bfloat16"),
         ("device: 0", "engine.device: got 0, expected a string"),
+        ("capture: on", "engine.capture: got 'on', expected one of auto, off"),
+        ("compile: true", "engine.compile: got true, expected one of none, inductor"),
+        ("capture: off, compile: inductor", "compile: inductor compiles what was captured, and capture is off"),
     ],
 )
 def test_engine_values(tmp_path: Path, engine: str, expected: str) -> None:

@@ -15,6 +15,10 @@ import torch
 _noted: ContextVar[list[torch.Tensor] | None] = ContextVar("noted", default=None)
 
 
+def is_noting() -> bool:
+    return _noted.get() is not None
+
+
 def samples_where(doubtful: torch.Tensor) -> torch.Tensor:
     """The samples [k] to take again, of a mask [n]; none while doubts are noted."""
     noted = _noted.get()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed, oriented
-from psgrad.engine.gradients.doubts import samples_where
+from psgrad.engine.gradients.doubts import is_noting, samples_where
 from psgrad.engine.gradients.terms import CANCELLATION, Product, Rows, Term, accumulating, accumulating_dtype, blocks, sum_of_products
 
 # Squares leave float32's range long before gradients do.
@@ -51,7 +51,10 @@ def reliable_square_norms(terms: Sequence[Term]) -> list[torch.Tensor]:
     norms = torch.stack([term.square_norms().double() for term in terms])
     doubtful = ~torch.isfinite(norms) | (norms < _TINY)
     rounded = [place for place, term in enumerate(terms) if term.dtype != torch.float64]
-    if rounded and len(samples_where(doubtful.any(0))):
+    if is_noting():  # a doubt costs a whole chunk: true zeros and infinities are sorted out at once
+        for place in rounded:
+            samples_where(doubtful[place] & _are_products(terms[place]))
+    elif rounded and len(samples_where(doubtful.any(0))):
         for place in rounded:
             if len(samples := samples_where(doubtful[place])):
                 _retake(terms[place], norms[place], samples)
@@ -60,11 +63,18 @@ def reliable_square_norms(terms: Sequence[Term]) -> list[torch.Tensor]:
 
 def _retake(term: Term, norms: torch.Tensor, samples: torch.Tensor) -> None:
     """Write float64 norms of some samples into `norms` [n]. Exact zeros and true infinities stay what they are."""
-    factors = [f[samples].flatten(1) for f in term.factors if f.dtype.is_floating_point and f[0].numel()]
-    largest = torch.stack([f.abs().amax(1) for f in factors])
-    retry = samples[(torch.isfinite(largest) & (largest > 0)).all(0)]
+    retry = samples[_are_products(term.at(samples))]
     if len(retry):
         norms[retry] = term.at(retry, torch.float64).square_norms()
+
+
+def _are_products(term: Term) -> torch.Tensor:
+    """[n]: whether all factors are finite and not zero throughout, so that a norm of zero or infinity comes of multiplying them."""
+    factors = [f.flatten(1) for f in term.factors if f.dtype.is_floating_point and f[:1].numel()]
+    if not factors:
+        return torch.zeros(term.samples, dtype=torch.bool, device=term.device)
+    largest = torch.stack([torch.linalg.vector_norm(f, math.inf, 1) for f in factors])
+    return (torch.isfinite(largest) & (largest > 0)).all(0)
 
 
 def cross_products(a: Placed, b: Placed) -> torch.Tensor:

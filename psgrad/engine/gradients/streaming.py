@@ -15,6 +15,8 @@ from typing import Any, Literal, Protocol
 import torch
 
 from psgrad.engine.gradients.per_sample import PerSampleGradients, per_sample_gradients, per_sample_square_norms
+from psgrad.engine.gradients.replay import Replay
+from psgrad.engine.transforms.program import Compiler
 from psgrad.errors import ModelError, PsgradError
 
 # Without a better estimate: what activations and intermediates take, as a multiple of the factors that are kept.
@@ -69,7 +71,10 @@ class Stream:
         read: (start, stop) to the rows in between.
         chunk_size: samples at a time; 'auto' takes a small chunk first and sizes the next ones by it.
         randomness: as for vmap.
-        say: told about each retry, in a sentence.
+        capture: whether chunks of one size may be replayed from a record of the first ones, where there are many to come; 'off'
+            runs each by itself.
+        compile: 'inductor' has the record compiled.
+        say: told about each retry, and why chunks are not replayed, in a sentence.
     """
 
     def __init__(
@@ -80,6 +85,8 @@ class Stream:
         *,
         chunk_size: int | Literal["auto"] = "auto",
         randomness: str = "error",
+        capture: Literal["auto", "off"] = "auto",
+        compile: Compiler = "none",
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.loss, self.params, self.read, self.randomness, self.say = loss, params, read, randomness, say
@@ -88,6 +95,8 @@ class Stream:
         self.automatic = chunk_size == "auto"
         self.chunk_size = _PROBE if chunk_size == "auto" else int(chunk_size)
         self.retries = 0
+        replays = {how: Replay(self._bound(how), params, compile, self.say) for how in (per_sample_gradients, per_sample_square_norms)}
+        self.replays: dict[Callable[..., Any], Replay] = replays if capture == "auto" else {}
 
     def gradients(self, start: int, stop: int) -> PerSampleGradients:
         """The deferred gradients of the rows start, ..., stop - 1, all at once."""
@@ -114,19 +123,30 @@ class Stream:
         return tuple(self._placed(x) for x in batch.inputs), None if batch.target is None else self._placed(batch.target)
 
     def _gradients_of(self, inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None) -> PerSampleGradients:
-        found: PerSampleGradients = self._differentiated(per_sample_gradients, inputs, target)
+        found: PerSampleGradients = self._bound(per_sample_gradients)(self.params, inputs, target)
         return found
 
-    def _differentiated(self, how: Callable[..., Any], inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None) -> Any:
-        in_dims = (0, None if target is None else 0)
-        return how(self.loss, self.params, inputs, target, in_dims=in_dims, has_aux=True, randomness=self.randomness)
+    def _bound(self, how: Callable[..., Any]) -> Callable[..., Any]:
+        """per_sample_gradients or per_sample_square_norms, as a function of the parameters and a chunk."""
+
+        def found(params: dict[str, torch.Tensor], inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None) -> Any:
+            in_dims = (0, None if target is None else 0)
+            return how(self.loss, params, inputs, target, in_dims=in_dims, has_aux=True, randomness=self.randomness)
+
+        return found
+
+    @property
+    def replayed(self) -> dict[str, Any]:
+        """How chunks were replayed, in the words of a manifest."""
+        used = [replay for replay in self.replays.values() if replay.chunks]
+        return {"chunks_replayed": sum(r.chunks for r in used), "replayed_by": ", ".join(sorted({r.how for r in used})) or None}
 
     def run(self, count: int, measures: Sequence[Measure]) -> Iterator[Columns]:
         """The measures' columns for the rows 0, ..., count - 1, in order."""
         start = 0
         while start < count:
             stop = min(start + self.chunk_size, count)
-            values = self._attempt(start, stop, measures)
+            values = self._attempt(start, stop, measures, (count - start) // (stop - start))
             if values is None:
                 self.chunk_size = max(1, (stop - start) // 2)
                 self.automatic = False
@@ -139,13 +159,19 @@ class Stream:
     def _placed(self, x: torch.Tensor) -> torch.Tensor:
         return x.to(self.device, self.dtype if x.is_floating_point() else None)
 
-    def _attempt(self, start: int, stop: int, measures: Sequence[Measure]) -> dict[str, torch.Tensor] | None:
-        """The columns of one chunk; None where memory ran out. The failed attempt's memory is free again on return."""
+    def _attempt(self, start: int, stop: int, measures: Sequence[Measure], to_come: int) -> dict[str, torch.Tensor] | None:
+        """The columns of one chunk; None where memory ran out. The failed attempt's memory is free again on return.
+
+        to_come: chunks of this size, this one included.
+        """
         try:
-            if self.automatic or any(measure.needs_factors for measure in measures):
-                gradients: Any = self.gradients(start, stop)
+            factors = self.automatic or any(measure.needs_factors for measure in measures)
+            how = per_sample_gradients if factors else per_sample_square_norms
+            inputs, target = self.load(start, stop)
+            if how in self.replays:
+                gradients: Any = self.replays[how](inputs, target, to_come)
             else:
-                gradients = self._differentiated(per_sample_square_norms, *self.load(start, stop))
+                gradients = self._bound(how)(self.params, inputs, target)
             if self.automatic:
                 self._size_chunks(gradients)
             values: dict[str, torch.Tensor] = {}
@@ -161,6 +187,8 @@ class Stream:
                 measure.keep()
             return values
         # Outside the handler: the traceback, and with it every tensor of the attempt, is gone.
+        for replay in self.replays.values():
+            replay.forget()
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -41,7 +41,10 @@ def capture(function: Callable[..., Any], *example: Any, compile: Compiler = "no
     Random operators draw anew at each call, as many numbers in the same order as `function` itself. At most eight signatures are
     recorded; calls with others run as they are, because a function that meets ever new shapes would spend its time on recording.
     """
-    captured = Captured(function, compile, say or (lambda words: warnings.warn(words, stacklevel=3)))
+    name = getattr(function, "__name__", type(function).__name__)
+    captured = Captured(
+        function, compile, say or (lambda why: warnings.warn(f"{name} is not replayed but run as it is: {why}", stacklevel=2))
+    )
     if example:
         captured.record(*example)
     return captured
@@ -122,7 +125,7 @@ class Captured:
     def _say_once(self, why: str) -> None:
         if not self.said:
             self.said = True
-            self.say(f"{getattr(self.function, '__name__', type(self.function).__name__)} is not replayed but run as it is: {why}")
+            self.say(why)
 
 
 def _followed_by_others() -> bool:

@@ -164,7 +164,7 @@ def modules_unchanged() -> Iterator[None]:
     stores: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
 
     def note(module: torch.nn.Module, args: Any) -> None:
-        for store in (module.__dict__, module._buffers):
+        for store in (module._buffers, module.__dict__):  # in this order: the second holds the first
             stores.setdefault(id(store), (store, dict(store)))
 
     handle = torch.nn.modules.module.register_module_forward_pre_hook(note)

@@ -1,0 +1,147 @@
+"""Chunks of one size run one program: it is recorded once, held against the ordinary way on a chunk, and replayed on the rest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch.utils._pytree import register_pytree_node, tree_flatten
+
+from psgrad.engine.gradients.deferral import DeferredGradient, Placed
+from psgrad.engine.gradients.doubts import noting
+from psgrad.engine.gradients.per_sample import PerSampleGradients, SquareNorms
+from psgrad.engine.gradients.terms import Convolution, Dense, Product, Rows
+from psgrad.engine.transforms.capture import Captured, capture
+from psgrad.engine.transforms.program import Compiler
+from psgrad.engine.transforms.watch import generators
+
+# Recording takes as long as the Python of about a hundred chunks, whatever the model, as both go with its operators.
+PAYS_FROM = 256
+# One chunk in so many may raise a doubt, and run twice, before the replay is given up.
+_RARELY = 8
+
+
+def _register(kind: type, *tensors: str) -> None:
+    """Make a record a pytree: of these fields; the others stay what they were when the program was recorded."""
+    others = [field.name for field in fields(kind) if field.name not in tensors]
+    register_pytree_node(
+        kind,
+        lambda x: ([getattr(x, name) for name in tensors], tuple(getattr(x, name) for name in others)),
+        lambda values, context: kind(**dict(zip(tensors, values, strict=True)), **dict(zip(others, context, strict=True))),
+    )
+
+
+_register(PerSampleGradients, "gradients", "losses", "aux")
+_register(SquareNorms, "by_parameter", "losses", "aux", "computed_as")
+_register(DeferredGradient, "terms")
+_register(Placed, "term")
+_register(Dense, "value")
+_register(Product, "left", "right")
+_register(Rows, "index", "rows")
+_register(Convolution, "cotangents", "inputs")
+
+
+class Replay:
+    """A function of chunks, run from a record where that pays.
+
+    Args:
+        function: (inputs, target) to what is found of a chunk.
+        compile: as for `capture`.
+        say: told why chunks are not replayed.
+
+    Attributes:
+        chunks: how many were replayed. how: in which way.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], params: dict[str, torch.Tensor], compile: Compiler, say: Callable[[str], None]
+    ) -> None:
+        self.function, self.params, self.say = function, params, say
+        self.pays_from = PAYS_FROM if compile == "none" else 2
+        self.chunks = self.doubts = 0
+        self.how = "not replayed"
+        self._captured: Captured | None = capture(self._program, compile=compile, say=lambda why: say(f"chunks are not replayed: {why}"))
+        self._met: Any = None  # what the last chunk looked like
+        self._proved: Any = None  # what the chunks look like that are replayed
+
+    def _program(self, params: dict[str, torch.Tensor], inputs: Any, target: Any) -> tuple[Any, Any]:
+        with noting() as doubts:
+            found = self.function(params, inputs, target)
+        return found, torch.stack(doubts).any() if doubts else None
+
+    @torch.no_grad()
+    def __call__(self, inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None, to_come: int) -> Any:
+        """What is found of a chunk. to_come: chunks of this size, this one included."""
+        looks = [None if x is None else (x.shape, x.dtype) for x in (*inputs, target)]
+        before = _states()
+        if self._captured is not None and looks == self._proved:
+            found, doubt = self._captured(self.params, inputs, target)
+            if doubt is None or not bool(doubt):
+                self.chunks += 1
+                return found
+            self._doubted()
+            _set(before)
+        found = self.function(self.params, inputs, target)
+        if self._captured is not None and looks == self._met and looks != self._proved and to_come >= self.pays_from:
+            after = _states()
+            self._prove(self._captured, inputs, target, looks, found, before)
+            _set(after)
+        self._met = looks
+        return found
+
+    def _prove(self, captured: Captured, inputs: Any, target: Any, looks: Any, found: Any, states: list[torch.Tensor]) -> None:
+        """Record, and hold the replay of a chunk against what was found of it; it is replayed from now on if they agree."""
+        program = captured.record(self.params, inputs, target)
+        if program is None:
+            self._captured = None
+            return
+        _set(states)
+        again, doubt = captured(self.params, inputs, target)
+        if doubt is not None and bool(doubt):
+            self._doubted()
+        elif agree(found, again):
+            self._proved, self.how = looks, program.how
+        else:
+            self._captured = None
+            self.say("chunks are not replayed: the record gave other numbers than the model itself, which may keep a state of its own")
+
+    def _doubted(self) -> None:
+        self.doubts += 1
+        if self.doubts > 2 + self.chunks / _RARELY:
+            self._captured = None  # what runs twice is slower than what runs once
+
+    def forget(self) -> None:
+        """Give back what records hold: memory ran out."""
+        if self._captured is not None:
+            self._captured.programs.clear()
+            self._proved = None
+
+
+def agree(one: Any, other: Any) -> bool:
+    """Whether all tensors of two trees are the same, but for rounding."""
+    (ones, spec), (others, other_spec) = tree_flatten(one), tree_flatten(other)
+    return spec.num_leaves == other_spec.num_leaves and all(
+        _close(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(ones, others, strict=True)
+    )
+
+
+def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if not isinstance(b, torch.Tensor) or a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not a.dtype.is_floating_point:
+        return torch.equal(a, b)
+    largest = float(a[torch.isfinite(a)].abs().max()) if bool(torch.isfinite(a).any()) else 0.0
+    rounding = 4 * math.sqrt(torch.finfo(a.dtype).eps)
+    return torch.allclose(a, b, rtol=rounding, atol=rounding * largest, equal_nan=True)
+
+
+def _states() -> list[torch.Tensor]:
+    return [generator.get_state() for generator in generators()]
+
+
+def _set(states: list[torch.Tensor]) -> None:
+    for generator, state in zip(generators(), states, strict=True):
+        generator.set_state(state)
