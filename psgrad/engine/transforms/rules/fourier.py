@@ -34,9 +34,13 @@ def _complex_to_real_back(
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """A frequency that has a mirror image counts twice: all but the constant, and the highest one of an even length."""
     kept = x.shape[dims[-1]]
-    frequency = torch.arange(kept, device=x.device)
-    weight = torch.where((frequency > 0) & (frequency <= last_size - kept), 2, 1).to(out.dtype)
-    return lambda g: (aten._fft_r2c.default(g, dims, scaling, True).movedim(dims[-1], -1) * weight).movedim(-1, dims[-1])
+
+    def back(g: torch.Tensor) -> torch.Tensor:
+        frequency = torch.arange(kept, device=g.device)
+        weight = torch.where((frequency > 0) & (frequency <= last_size - kept), 2, 1).to(g.dtype)
+        return (aten._fft_r2c.default(g, dims, scaling, True).movedim(dims[-1], -1) * weight).movedim(-1, dims[-1])
+
+    return back
 
 
 def _along_axes(batch: Any, op: Op, x: torch.Tensor, dims: Sequence[int], *rest: Any) -> torch.Tensor:

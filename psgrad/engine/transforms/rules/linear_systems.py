@@ -92,10 +92,11 @@ def _triangular_solve(
 
 def _cholesky_solve_back(out: torch.Tensor, b: torch.Tensor, factor: torch.Tensor, upper: bool = False) -> Callable[..., Any]:
     """As in PyTorch, the factor is taken for any matrix with (factor factor^H) x = b: its cotangent is not triangular."""
+    shape = b.shape
 
     def back(g: torch.Tensor, positions: Sequence[int]) -> dict[int, Any]:
         gb = aten.cholesky_solve.default(g, factor, upper)
-        found = {0: sum_to(gb, b.shape, g.dtype)}
+        found = {0: sum_to(gb, shape, g.dtype)}
         if 1 in positions:
             twice = gb @ h(out) + out @ h(gb)
             found[1] = sum_to(-(factor @ twice if upper else twice @ factor), factor.shape, g.dtype)
@@ -162,14 +163,15 @@ def is_vector(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _solve_back(out: Any, a: torch.Tensor, b: torch.Tensor, *, left: bool = True, check_errors: bool = False) -> Callable[..., Any]:
     x, lu, pivots, _ = out
+    shapes, dtype = (a.shape, b.shape), a.dtype
 
     def back(gs: list[Any], positions: Sequence[int]) -> dict[int, Any]:
         found = {}
         if gs[0] is not None:
             gb = aten.linalg_lu_solve.default(lu, pivots, gs[0], left=left, adjoint=True)
-            found[1] = sum_to(gb, b.shape, b.dtype)
+            found[1] = sum_to(gb, shapes[1], dtype)
             if 0 in positions:
-                found[0] = sum_to(-(gb @ h(x) if left else h(x) @ gb), a.shape, a.dtype)
+                found[0] = sum_to(-(gb @ h(x) if left else h(x) @ gb), shapes[0], dtype)
         if gs[1] is not None:  # what another pass back made of the factors that this one solved with
             from_factors = lu_back(gs[1], lu, pivots)
             found[0] = found[0] + from_factors if 0 in found else from_factors
