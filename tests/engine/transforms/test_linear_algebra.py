@@ -214,6 +214,15 @@ def test_the_likelihood_of_a_gaussian_process_a_sample() -> None:
     check(loss, (None, None, 0, 0), scale, noise, draws(3, 5), draws(3, 5, seed=1))
 
 
+def test_the_likelihood_of_a_normal_distribution_that_checks_its_arguments() -> None:
+    """The checks are branches, on which all samples agree."""
+
+    def loss(mean: Tensor, covariance: Tensor, x: Tensor) -> Tensor:
+        return torch.distributions.MultivariateNormal(mean, covariance).log_prob(x)
+
+    check(loss, (None, 0, 0), draws(3), positive(draws(4, 3, 3)), draws(4, 3, seed=1))
+
+
 def test_a_tangent_through_a_solution() -> None:
     a, b, da = draws(4, 3, 3), draws(4, 3, seed=1), draws(4, 3, 3, seed=2)
     _, moved = vmap(lambda a, b, da: jvp(lambda a: torch.linalg.solve(a, b), (a,), (da,)))(a, b, da)
