@@ -61,6 +61,8 @@ class Replay:
     ) -> None:
         self.function, self.params, self.say = function, params, say
         self.pays_from = PAYS_FROM if compile == "none" else 2
+        # Norms are float64, but no more exact than what they are made of.
+        self.rounding = 4 * math.sqrt(max(torch.finfo(x.dtype).eps for x in params.values()))
         self.chunks = self.doubts = 0
         self.how = "not replayed"
         self._captured: Captured | None = capture(self._program, compile=compile, say=lambda why: say(f"chunks are not replayed: {why}"))
@@ -102,7 +104,7 @@ class Replay:
         again, doubt = captured(self.params, inputs, target)
         if doubt is not None and bool(doubt):
             self._doubted()
-        elif agree(found, again):
+        elif agree(found, again, self.rounding):
             self._proved, self.how = looks, program.how
         else:
             self._captured = None
@@ -120,21 +122,20 @@ class Replay:
             self._proved = None
 
 
-def agree(one: Any, other: Any) -> bool:
-    """Whether all tensors of two trees are the same, but for rounding."""
+def agree(one: Any, other: Any, rounding: float) -> bool:
+    """Whether all tensors of two trees are the same, but for rounding, relative to the largest number in each."""
     (ones, spec), (others, other_spec) = tree_flatten(one), tree_flatten(other)
     return spec.num_leaves == other_spec.num_leaves and all(
-        _close(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(ones, others, strict=True)
+        _close(a, b, rounding) if isinstance(a, torch.Tensor) else a == b for a, b in zip(ones, others, strict=True)
     )
 
 
-def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _close(a: torch.Tensor, b: torch.Tensor, rounding: float) -> bool:
     if not isinstance(b, torch.Tensor) or a.shape != b.shape or a.dtype != b.dtype:
         return False
     if not a.dtype.is_floating_point:
         return torch.equal(a, b)
     largest = float(a[torch.isfinite(a)].abs().max()) if bool(torch.isfinite(a).any()) else 0.0
-    rounding = 4 * math.sqrt(torch.finfo(a.dtype).eps)
     return torch.allclose(a, b, rtol=rounding, atol=rounding * largest, equal_nan=True)
 
 
