@@ -24,7 +24,7 @@ elementwise(aten.div.Tensor, x0=lambda out, x, y: lambda g: g / conj(y), x1=lamb
 elementwise(aten.div.Scalar, x0=lambda out, x, y: lambda g: g / y)
 elementwise(aten.neg.default, x0=lambda out, x: lambda g: -g)
 elementwise(aten.pow.Tensor_Scalar, x0=lambda out, x, p: lambda g: _pow_base(g, x, p))
-elementwise(aten.pow.Scalar, x1=lambda out, b, x: lambda g: _pow_exponent(g, out, b))
+elementwise(aten.pow.Scalar, x1=lambda out, b, x: lambda g: _pow_exponent(g, out, b, x))
 elementwise(
     aten.pow.Tensor_Tensor,
     x0=lambda out, x, p: lambda g: g * conj(torch.where(p == 0, torch.zeros_like(out), p * x ** (p - 1))),
@@ -56,7 +56,9 @@ elementwise(
     x2=lambda out, a, b, weight: lambda g: g * (b - a),
 )
 elementwise(
-    aten.atan2.default, x0=lambda out, y, x: lambda g: g * x / (x * x + y * y), x1=lambda out, y, x: lambda g: -g * y / (x * x + y * y)
+    aten.atan2.default,
+    x0=lambda out, y, x: lambda g: g * _turn(x, x * x + y * y),
+    x1=lambda out, y, x: lambda g: -g * _turn(y, x * x + y * y),
 )
 elementwise(
     aten.hypot.default,
@@ -120,6 +122,12 @@ def _sign_change(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return torch.where(x == 0, torch.zeros_like(out), out / x)
 
 
+def _turn(x: torch.Tensor, square: torch.Tensor) -> torch.Tensor:
+    """x / square; zero at the origin, where the angle has no derivative."""
+    origin = square == 0
+    return torch.where(origin, torch.zeros_like(x), x / torch.where(origin, torch.ones_like(square), square))
+
+
 def _scale(g: torch.Tensor, factor: Any) -> torch.Tensor:
     return g if factor == 1 else g * factor
 
@@ -139,18 +147,18 @@ def _pow_base(g: torch.Tensor, x: torch.Tensor, p: Any) -> torch.Tensor:
     return g * conj(p * x if p == 2 else p * x ** (p - 1))
 
 
-def _pow_exponent(g: torch.Tensor, out: torch.Tensor, base: Any) -> torch.Tensor:
+def _pow_exponent(g: torch.Tensor, out: torch.Tensor, base: Any, x: torch.Tensor) -> torch.Tensor:
     if base == 0:
-        return torch.zeros_like(g)
+        return torch.where((x.real if x.is_complex() else x) >= 0, torch.zeros_like(g), g * -torch.inf)
     if isinstance(base, complex) or out.dtype.is_complex:
         return g * conj(out * torch.log(torch.tensor(base, dtype=out.dtype)))
     return g * out * (math.log(base) if base > 0 else math.nan)
 
 
 def _share(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """1 where x > y, one half where they are equal, else 0."""
+    """1 where x > y or one of them is nan, one half where they are equal, else 0."""
     dtype = torch.promote_types(x.dtype, y.dtype)
-    return (cast(x > y, dtype) + cast(x >= y, dtype)) / 2
+    return 1 - (cast(x < y, dtype) + cast(x <= y, dtype)) / 2
 
 
 def _log_where(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
