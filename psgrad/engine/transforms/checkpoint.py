@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from psgrad.engine.transforms import generators
@@ -40,9 +41,6 @@ def checkpoint(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         results, out_spec = tree_flatten(func(*given, **named))
         return results
 
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
-        # Who captures a program captures both runs, and each would draw anew when it is replayed: run it once.
-        return func(*args, **kwargs)
     return tree_unflatten(hand_down(Recomputed(f"checkpoint({getattr(func, '__name__', func)!s})", function), flat), out_spec)
 
 
@@ -189,25 +187,30 @@ class Circumstances:
     """What a function's result depends on besides values: the state of random generators, autocast, parameters swapped into modules."""
 
     def __init__(self) -> None:
-        self.generators = generators.states()
+        with _disable_current_modes():
+            self.generators = generators.states()
         self.autocast = [
             (device, torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled())
             for device in _AUTOCAST_DEVICES
             if torch.is_autocast_enabled(device)
         ]
         self.swaps = current_swaps()
+        self.drew = False  # whether it matters in which state the generators are
 
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Also generators that the function brings along are found in the state in which it first draws from them."""
         before = state.draws
-        state.draws = (*before, self._drew)
+        state.draws = (*before, self._note)
         try:
             yield
         finally:
             state.draws = before
+        # a kernel may draw on the way without being known for it (dropout between the layers of an LSTM)
+        with _disable_current_modes(), torch._C.DisableTorchFunction():  # it is no data of the function's, whoever is watching
+            self.drew = any(not torch.equal(generator.get_state(), then) for generator, then in self.generators)
 
-    def _drew(self, generator: torch.Generator | None) -> None:
+    def _note(self, generator: torch.Generator | None) -> None:
         if generator is not None and all(known is not generator for known, _ in self.generators):
             self.generators.append((generator, generator.get_state()))
 
@@ -222,11 +225,19 @@ class Circumstances:
                 elif torch.is_autocast_enabled(device):
                     exits.enter_context(torch.autocast(device, enabled=False))
             exits.enter_context(swapped_again(self.swaps))
-            try:
+            if self.drew:
+                self._refuse_to_be_recorded()
                 generators.restore(self.generators)
-                yield
-            finally:
-                generators.restore(now)
+                exits.callback(generators.restore, now)
+            yield
+
+    def _refuse_to_be_recorded(self) -> None:
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+            raise TransformError(
+                "a function under checkpoint that draws random numbers is recorded by make_fx",
+                cause="both of its runs would be recorded, and draw differently when the record is replayed",
+                next_step="call the function without checkpoint where it is recorded",
+            )
 
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")

@@ -82,6 +82,10 @@ class Tracer(torch.Tensor):
         """The value that this tracer stands for, one level down."""
         raise NotImplementedError
 
+    def rewritten(self, new: Any) -> Any:
+        """What a write of `new` under no_grad leaves in this place: another value, past which derivatives go as if it had not been."""
+        return new
+
     def tolist(self) -> Any:
         return [item.tolist() for item in self.unbind()] if self.dim() else self.item()
 
@@ -94,6 +98,11 @@ class Tracer(torch.Tensor):
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         return self.numpy()
+
+
+def rewritten(old: Any, new: Any) -> Any:
+    """`new` written under no_grad where `old` was: see Tracer.rewritten. A value that no level follows is just replaced."""
+    return old.rewritten(new) if isinstance(old, Tracer) else new
 
 
 def innermost(value: Any) -> Any:
@@ -339,7 +348,10 @@ def read_only(values: Iterable[Any]) -> Iterator[None]:
 
 def _memory(tensor: torch.Tensor) -> int:
     value = innermost(tensor)
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else id(value)
+    if not isinstance(value, torch.Tensor):
+        return id(value)
+    with torch._C.DisableTorchFunction():  # nothing that the function depends on, whoever is watching
+        return value.untyped_storage()._cdata
 
 
 def _refuse_writes(op: Op, args: Any, kwargs: dict[str, Any]) -> None:

@@ -48,7 +48,7 @@ def test_the_same_numbers_in_every_nest(function: str, nest: str) -> None:
 
 
 def held_bytes() -> int:
-    """The memory of all tensors that exist now."""
+    """The memory of all tensors that the collector knows."""
     gc.collect()
     storages = {}
     for thing in gc.get_objects():
@@ -58,6 +58,14 @@ def held_bytes() -> int:
     return sum(storages.values())
 
 
+@pytest.fixture
+def _only_new_objects_count() -> Iterator[None]:
+    gc.freeze()  # the collector's lists begin anew, and are short
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("_only_new_objects_count")
 @pytest.mark.parametrize("batched", [False, True])
 def test_what_is_kept_does_not_grow_with_depth(batched: bool) -> None:
     def kept(depth: int, through: Callable[..., Any]) -> int:
@@ -131,6 +139,16 @@ def test_dropout_drops_the_same(nest: str, randomness: str) -> None:
         else:
             result = grad_and_value(lambda x: vmap(f, randomness=randomness)(x).sum())(X)
         return result, torch.rand(3), torch.rand(3, generator=generator)
+
+    agree(run(checkpoint), run(lambda block, x: block(x)))
+
+
+def test_draws_inside_a_kernel_are_the_same() -> None:
+    lstm = nn.LSTM(3, 3, num_layers=2, dropout=0.5)
+
+    def run(through: Callable[..., Any]) -> Any:
+        torch.manual_seed(5)
+        return grad(lambda x: through(lambda x: lstm(x[None, None].expand(4, 1, 3))[0], x).square().sum())(Y)
 
     agree(run(checkpoint), run(lambda block, x: block(x)))
 
@@ -279,3 +297,14 @@ def test_gradients_of_pytorchs_autograd_pass_through() -> None:
     theirs = torch.func.grad(lambda x: plain(x, leaf).sum())(X[0])
     agree(torch.autograd.grad(ours.sum(), leaf), torch.autograd.grad(theirs.sum(), leaf))
     agree(torch.autograd.grad(checkpoint(plain, X[0], leaf).sum(), leaf), torch.autograd.grad(plain(X[0], leaf).sum(), leaf))
+
+
+def test_it_can_be_recorded_where_it_draws_nothing() -> None:
+    def gradient(dropout: float) -> Callable[[Tensor], Tensor]:
+        return vmap(grad(lambda x: checkpoint(lambda x: F.dropout(x.sin(), dropout), x).square().sum()), randomness="different")
+
+    recorded = transforms.capture(gradient(0.0), X)
+    agree(recorded(X + 1), gradient(0.0)(X + 1))
+    assert torch.fx.experimental.proxy_tensor.make_fx(gradient(0.0))(X) is not None
+    with pytest.raises(TransformError, match="recorded by make_fx"):
+        torch.fx.experimental.proxy_tensor.make_fx(gradient(0.5))(X)
