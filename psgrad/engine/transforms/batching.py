@@ -15,7 +15,19 @@ import torch
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.fresh import FreshTracer
-from psgrad.engine.transforms.levels import Level, Tracer, in_pieces, innermost, interpret, map_tracers, meet, state, strides_of, tensors_in
+from psgrad.engine.transforms.levels import (
+    Level,
+    Tracer,
+    in_pieces,
+    innermost,
+    interpret,
+    map_tracers,
+    meet,
+    rewritten,
+    state,
+    strides_of,
+    tensors_in,
+)
 from psgrad.engine.transforms.operators import (
     Op,
     aten,
@@ -81,6 +93,9 @@ class BatchTracer(Tracer):
         if not isinstance(self.value, torch.Tensor):
             self.value = self.value.materialise()
         return self.value
+
+    def rewritten(self, new: Any) -> Any:
+        return self.level.lift(rewritten(self.below(), new.below())) if self.level.owns(new) else new
 
 
 class BatchLevel(Level):

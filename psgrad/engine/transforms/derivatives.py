@@ -205,7 +205,8 @@ class DerivativeLevel(Level):
         self.refresh(base)
         if tracer.writes_seen == base.writes:
             return
-        again = op(base, *rest, **kwargs)
+        with torch.set_grad_enabled(tracer.varies or torch.is_grad_enabled()):  # whoever looks, the view keeps its derivative
+            again = op(base, *rest, **kwargs)
         tracer.become(again if output is None else again[output])
         tracer.writes_seen = base.writes
         tracer.writes += 1
@@ -226,14 +227,8 @@ class DerivativeLevel(Level):
         new = out_of_place(op, args, kwargs)
         if new.dtype != target.dtype:
             new = new.to(target.dtype)
-        if not self.is_on() and target.varies:
-            new = self.with_derivative_of(new, target)
         self._write(target, new)
         return target
-
-    def with_derivative_of(self, new: Any, old: Any) -> Any:
-        """`new` as a value written where derivatives are not followed, in the place of `old`."""
-        raise NotImplementedError
 
     def _reshape(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The target becomes a view of what it was, so that writes to it still arrive where it looks."""
@@ -263,6 +258,8 @@ class DerivativeLevel(Level):
 
     def _write(self, target: Any, new: Any) -> None:
         self._refuse_where_read(target)
+        if not torch.is_grad_enabled():
+            new = target.rewritten(new)
         if target.view_of is not None:
             base, op, rest, kwargs, output = target.view_of
             written = write_through(op, base, new, rest, kwargs, output)

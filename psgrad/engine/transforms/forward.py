@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms.derivatives import DerivativeLevel, DerivativeTracer, Position
-from psgrad.engine.transforms.levels import Level
+from psgrad.engine.transforms.levels import Level, rewritten
 from psgrad.engine.transforms.operators import Op, aten
 from psgrad.engine.transforms.record import pull_back
 from psgrad.engine.transforms.reverse import GradLevel
@@ -38,6 +38,15 @@ class ForwardTracer(DerivativeTracer):
 
     def become(self, other: ForwardTracer) -> None:
         self.value, self.tangent = other.value, other.tangent
+
+    def rewritten(self, new: Any) -> Any:
+        """Forward mode does not heed no_grad: the tangent is a new one, which for levels below is written as well."""
+        if not self.level.owns(new):
+            return new
+        tangent = new.tangent
+        if self.tangent is not None:
+            tangent = rewritten(self.tangent, torch.zeros_like(self.tangent) if tangent is None else tangent)
+        return ForwardTracer(rewritten(self.value, new.value), self.level, tangent)
 
 
 class ForwardLevel(DerivativeLevel):
@@ -85,9 +94,6 @@ class ForwardLevel(DerivativeLevel):
         if rest:
             _accumulate(total, transposed_vjp(rule, out, args, kwargs, rest))
         return total
-
-    def with_derivative_of(self, new: Any, old: Any) -> Any:
-        return new  # never asked for: is_on
 
 
 def _accumulate(total: list[Any], contribution: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms.derivatives import DerivativeLevel, DerivativeTracer, Position
-from psgrad.engine.transforms.levels import Tracer, innermost, tensors_in
+from psgrad.engine.transforms.levels import Tracer, innermost, rewritten, tensors_in
 from psgrad.engine.transforms.operators import Op
 from psgrad.engine.transforms.record import Closure, Edge, Node
 from psgrad.engine.transforms.rules.registry import DerivativeRule, JointVJP
@@ -35,6 +35,9 @@ class GradTracer(DerivativeTracer):
 
     def become(self, other: GradTracer) -> None:
         self.value, self.node, self.output = other.value, other.node, other.output
+
+    def rewritten(self, new: Any) -> Any:
+        return GradTracer(rewritten(self.value, new.value), self.level, self.node, self.output) if self.level.owns(new) else new
 
 
 class GradLevel(DerivativeLevel):
@@ -108,12 +111,6 @@ class GradLevel(DerivativeLevel):
             self._place(x, None if i in constant or not node.edges else node, i) if isinstance(x, torch.Tensor) else x
             for i, x in enumerate(outs)
         ]
-
-    def with_derivative_of(self, new: Any, old: Any) -> Any:
-        """As in PyTorch: a write under no_grad changes the value, and derivatives, of each level, go by as if it had not."""
-        if isinstance(new, GradTracer) and isinstance(old, GradTracer) and new.level is old.level:
-            return GradTracer(self.with_derivative_of(new.value, old.value), new.level, old.node, old.output)
-        return new
 
     # -- a record that is used later ------------------------------------------------------------------------------------
 
