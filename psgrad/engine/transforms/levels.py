@@ -86,10 +86,6 @@ class Tracer(torch.Tensor):
         """What a write of `new` under no_grad leaves in this place: another value, past which derivatives go as if it had not been."""
         return new
 
-    def rewritten(self, new: Any) -> Any:
-        """What a write of `new` under no_grad leaves in this place: another value, past which derivatives go as if it had not been."""
-        return new
-
     def tolist(self) -> Any:
         return [item.tolist() for item in self.unbind()] if self.dim() else self.item()
 
@@ -102,11 +98,6 @@ class Tracer(torch.Tensor):
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         return self.numpy()
-
-
-def rewritten(old: Any, new: Any) -> Any:
-    """`new` written under no_grad where `old` was: see Tracer.rewritten. A value that no level follows is just replaced."""
-    return old.rewritten(new) if isinstance(old, Tracer) else new
 
 
 def rewritten(old: Any, new: Any) -> Any:
