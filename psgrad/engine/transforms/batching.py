@@ -266,8 +266,8 @@ class BatchLevel(Level):
         else:
             decompose(op, args, kwargs)
         for position in operator.mutated:
-            written = innermost(args[position])
-            if isinstance(written, torch.Tensor):
+            written = args[position].value
+            if not isinstance(written, Tracer):
                 torch._C._increment_version([written])  # below autograd, PyTorch does not count
         return args[operator.mutated[0]]
 
