@@ -87,7 +87,7 @@ def test_its_weight_gradient_is_rows_and_never_a_table_a_sample(mode: str) -> No
 
     parameters = {"weight": model.weight.detach()}
     gradients = per_sample_gradients(loss, parameters, INDEX, target)
-    alone = lambda weight, index, target: loss({"weight": weight}, index, target)  # noqa: E731
+    alone = lambda weight, index, target: loss({"weight": weight}, index, target)
     (expected,) = gradients_by_loop(alone, parameters["weight"].expand(SAMPLES, -1, -1), INDEX, target)
     torch.testing.assert_close(gradients.square_norms(), expected.square().sum((1, 2)))
     assert gradients.describe() == {"weight": "index"}

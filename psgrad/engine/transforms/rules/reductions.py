@@ -71,11 +71,12 @@ define(aten.mean.dim, vjp={0: _mean_back}, linear=(0,), batch=by_axes)
 
 def _logsumexp_back(out: torch.Tensor, x: torch.Tensor, dims: Any, keepdim: bool = False) -> Any:
     shape = x.shape
-    return lambda g: spread(g, shape, dims, keepdim) * conj(torch.exp(x - spread(_finite(out), shape, dims, keepdim)))
+    return lambda g: spread(g, shape, dims, keepdim) * conj(torch.exp(x - spread(_above_nothing(out), shape, dims, keepdim)))
 
 
-def _finite(out: torch.Tensor) -> torch.Tensor:
-    return torch.where(torch.isinf(out), torch.zeros_like(out), out)
+def _above_nothing(out: torch.Tensor) -> torch.Tensor:
+    """Where all terms are zero (out is -inf) their shares are, too."""
+    return torch.where((out.real if out.is_complex() else out) == -torch.inf, torch.zeros_like(out), out)
 
 
 define(aten.logsumexp.default, vjp={0: _logsumexp_back}, batch=by_axes)
