@@ -88,6 +88,17 @@ def test_a_run_leaves_a_whole_folder_and_prints_its_table(workplace: Workplace) 
     assert set(manifest["timings"]) == {"load", "self-check", "gradients", "tables", "report"}
 
 
+def test_many_chunks_are_replayed_unless_told_otherwise(quick: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psgrad.engine.gradients.replay.PAYS_FROM", 4)
+    shown = quick.succeeded("--set", "engine.chunk_size=2").out
+    engine = quick.manifest()["engine"]
+    assert (engine["chunks_replayed"], engine["replayed_by"]) == (ROWS // 2 - 2, "kernel by kernel")
+    plain = quick.succeeded("--overwrite", "--set", "engine.chunk_size=2", "--set", "engine.capture=off").out
+    engine = quick.manifest()["engine"]
+    assert (engine["chunks_replayed"], engine["replayed_by"]) == (0, None)
+    assert plain == shown
+
+
 def test_output_set_and_overwrite(quick: Workplace) -> None:
     quick.succeeded("--output", "deep/er", "--set", "engine.chunk_size=5", "--set", "analyze.top=3", "--set", "engine.verify=1")
     manifest = quick.manifest("deep/er")

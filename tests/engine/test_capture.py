@@ -193,6 +193,17 @@ def test_under_autocast_the_same_casts():
     assert not torch.equal(expected[1], per_sample(model)(parameters, x, y)[1])
 
 
+def test_autocast_that_is_off_inside_stays_off():
+    def function(x):
+        with torch.autocast("cpu", enabled=False):
+            return x @ x.t()
+
+    captured = capture(function)
+    x = torch.randn(4, 6)
+    with torch.autocast("cpu", torch.bfloat16):
+        same(captured(x), function(x))
+
+
 def test_trees_in_and_out():
     captured = capture(lambda tree, *, scale: {"sum": tree["a"] + tree["b"][0], "rest": (tree["b"][1], None, "name", 3 * scale)})
     a, b, c = torch.randn(3, 2).unbind()

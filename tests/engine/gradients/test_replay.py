@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from psgrad.engine.gradients import replay
+from psgrad.engine.gradients import per_sample_square_norms, replay
 from psgrad.engine.gradients.streaming import Stream
 from psgrad.engine.measures.norms import GradientNorms
 from psgrad.engine.objective import Objective
@@ -137,6 +137,14 @@ def test_doubts_in_every_chunk_end_the_replay() -> None:
     assert run.replayed == 0
 
 
+def test_doubts_in_many_chunks_end_the_replay() -> None:
+    rows = vectors()
+    rows.inputs[0][20::5] *= 1e-25
+    run, _ = both(nn.Linear(6, 3, bias=False), rows, chunk_size=5)
+    used = run.stream.replays[per_sample_square_norms]
+    assert (run.replayed, used.doubts) == (2, 3)  # the last three chunks run once
+
+
 def test_a_doubt_does_not_change_what_is_drawn_later() -> None:
     rows = vectors()
     rows.inputs[0][22] *= 1e-25
@@ -185,8 +193,8 @@ def test_a_model_that_keeps_a_state_is_not_replayed() -> None:
 
 
 def test_a_record_that_gives_other_numbers_is_thrown_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "agree", lambda found, again, rounding: False)
-    run, _ = both(perceptron(), vectors(), chunk_size=4)
+    monkeypatch.setattr(replay, "agree", lambda found, again, rounding: bool(torch.rand(()) < 0))  # one that draws as it likes, too
+    run, _ = both(perceptron(dropout=0.3).train(), vectors(), chunk_size=4, randomness="different")
     assert run.replayed == 0
     assert len(run.said) == 1
 
