@@ -45,7 +45,9 @@ def jvp(func: Callable[..., Any], primals: Any, tangents: Any, *, strict: bool =
         flat, out_spec = tree_flatten(out)
         pairs = [_value_and_tangent(level, item, strict) for item in flat]
         aux = tree_map(lambda x: lower(level, x), aux)
-    value, tangent = (tree_unflatten([pair[i] for pair in pairs], out_spec) for i in (0, 1))
+    # The level is over: zeros made here are no values of its own.
+    value = tree_unflatten([value for value, _ in pairs], out_spec)
+    tangent = tree_unflatten([torch.zeros_like(value) if tangent is None else tangent for value, tangent in pairs], out_spec)
     return (value, tangent, aux) if has_aux else (value, tangent)
 
 
@@ -92,7 +94,7 @@ def _flat_tensors(tree: Any, name: str) -> tuple[list[torch.Tensor], Any]:
     return flat, spec
 
 
-def _value_and_tangent(level: ForwardLevel, item: Any, strict: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _value_and_tangent(level: ForwardLevel, item: Any, strict: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     if not isinstance(item, torch.Tensor):
         raise TransformError(
             f"jvp(f, primals, tangents): f returned a {type(item).__name__}",
@@ -101,11 +103,9 @@ def _value_and_tangent(level: ForwardLevel, item: Any, strict: bool) -> tuple[to
         )
     value = lower(level, item)
     tangent = item.tangent if level.owns(item) else None
-    if tangent is None:
-        if strict:
-            raise TransformError(
-                "jvp(f, primals, tangents, strict=True): an output of f does not depend on the primals",
-                next_step="leave out strict=True to get a zero tangent for it",
-            )
-        tangent = torch.zeros_like(value)
+    if tangent is None and strict:
+        raise TransformError(
+            "jvp(f, primals, tangents, strict=True): an output of f does not depend on the primals",
+            next_step="leave out strict=True to get a zero tangent for it",
+        )
     return value, tangent

@@ -672,3 +672,13 @@ def test_integrated_gradients_add_up_to_the_difference() -> None:
     steps = (torch.arange(2000) + 0.5) / 2000
     path = ours.vmap(ours.vmap(lambda x, step: ours.grad(lambda x: model(x).sum())(step * x), (None, 0)), (0, None))(x, steps)
     torch.testing.assert_close((x * path.mean(1)).sum(1), (model(x) - model(torch.zeros(4))).squeeze(1).detach(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "f", [lambda x: 2 * x.sum(), lambda x: torch.zeros(()), lambda x: x.detach().sum()], ids=["linear", "constant", "cut"]
+)
+def test_what_comes_out_is_a_plain_tensor(f: Callable[[Tensor], Tensor]) -> None:
+    """Zeros for what does not depend on the input, too, are no values of a transform that has ended."""
+    x = torch.randn(3)
+    for value in (*ours.jvp(f, (x,), (x,)), *ours.jvp(ours.grad(f), (x,), (x,)), ours.grad(f)(x), ours.hessian(f)(x), ours.jacrev(f)(x)):
+        assert type(value) is Tensor
