@@ -80,7 +80,7 @@ def cotangents_and_value(
         _check_value(out)
         value = lower(level, out)
         end = _Place.of(out) if level.owns(out) else None
-        aux = tree_map(lambda x: lower(level, x), aux)
+        aux = tree_map(lambda x: lower(level, x), aux) if has_aux else None
         # what only the function's last lines needed must not live on through the pass back
         del traced, leaves, out
     with rules_only():  # a number of ours, into which nobody writes
@@ -182,7 +182,8 @@ def _trace_arguments(level: GradLevel, args: tuple[Any, ...], positions: tuple[i
     traced: list[Any] = []
     for position, argument in enumerate(args):
         if position not in positions:
-            traced.append(tree_map(lambda x: _constant(level, x), argument))
+            alone = isinstance(argument, torch.Tensor)  # most are, and trees cost microseconds
+            traced.append(level.constant(argument) if alone else tree_map(lambda x: _constant(level, x), argument))
             continue
         flat, specs[position] = tree_flatten(argument)
         for item in flat:

@@ -234,7 +234,7 @@ def mapped_size(flat: list[Any], dims: list[int | None], name: str) -> int:
 def _prefix_leaves(prefix: Any, tree: Any) -> list[Any] | None:
     """The leaves of `prefix`, repeated for the leaves of `tree` that each stands over; None where the two do not fit."""
     if prefix is None or isinstance(prefix, int):
-        return [prefix] * len(tree_flatten(tree)[0])
+        return [prefix] * (1 if isinstance(tree, torch.Tensor) else len(tree_flatten(tree)[0]))
     if isinstance(prefix, (tuple, list)):
         if not isinstance(tree, (tuple, list)) or len(prefix) != len(tree):
             return None
@@ -259,7 +259,7 @@ def _broadcast_prefix(out_dims: Any, out: Any, spec: Any, name: str) -> list[Any
         out_dims = out_dims[0]
     if isinstance(out_dims, list):
         out_dims = tuple(out_dims)
-    dims = _prefix_leaves(out_dims, out)
+    dims = [out_dims] * spec.num_leaves if isinstance(out_dims, int) else _prefix_leaves(out_dims, out)
     if dims is None or len(dims) != spec.num_leaves:
         raise TransformError(
             f"vmap({name}, ..., out_dims={out_dims})(<inputs>): out_dims is not compatible with the structure of outputs. "
