@@ -97,6 +97,14 @@ class _Application(Ruled):
     def structured(self, outs: Flat) -> Any:
         return outs[0] if self.single else tuple(outs)
 
+    def run(self, args: Flat) -> Flat:
+        if state.attached and any(isinstance(x, torch.Tensor) and x.requires_grad for x in args):
+            # PyTorch's autograd differentiates what comes out, and this it knows how to
+            assert state.outside is not None
+            with read_only(args), torch._C._ForceDispatchKeyGuard(*state.outside):
+                return self._flat(super(_Base, self.kind).apply(*args))
+        return super().run(args)
+
     def _forward(self, args: Flat) -> Flat:
         with torch.no_grad():
             return self._flat(self.kind.forward(*args))

@@ -23,7 +23,7 @@ from psgrad.engine.transforms.batching import BatchLevel
 from psgrad.engine.transforms.branching import Divergence
 from psgrad.engine.transforms.derivatives import DerivativeLevel
 from psgrad.engine.transforms.forward import ForwardLevel, transpose
-from psgrad.engine.transforms.levels import Level, Tracer, map_tracers, read_only, resurrect, state, tensors_in, users_program
+from psgrad.engine.transforms.levels import Level, Tracer, map_tracers, meet, read_only, resurrect, state, tensors_in, users_program
 from psgrad.engine.transforms.operators import aten
 from psgrad.engine.transforms.record import pull_back
 from psgrad.engine.transforms.reverse import GradLevel, GradTracer
@@ -79,12 +79,15 @@ class Call:
 def hand_down(call: Call, args: Flat, below: Level | None = None) -> Flat:
     """The results of a call: of the highest level that has a say in it, else of the function itself."""
     args = map_tracers(resurrect, args)
+    for x in args:
+        if isinstance(x, torch.Tensor):
+            meet(x)
     for depth in reversed(range(len(state.stack))):
         level = state.stack[depth]
         if below is not None and level.index >= below.index:
             continue
         # batching alone needs no rule: the function's operators are batched one by one
-        if call.batches or any(isinstance(lower, DerivativeLevel) for lower in state.stack[: depth + 1]):
+        if call.batches or state.attached or any(isinstance(lower, DerivativeLevel) for lower in state.stack[: depth + 1]):
             return process(level, call, args)
     return call.run(args)
 

@@ -169,6 +169,21 @@ def test_outside_of_transforms_it_is_pytorchs() -> None:
     agree(results[0], expected)
 
 
+def test_pytorchs_autograd_differentiates_what_comes_out() -> None:
+    leaf = X[0].clone().requires_grad_()
+    apply = KINDS["backward"]
+    batched = vmap(apply, (0, None))(leaf[None], Y)
+    agree(batched[0].detach(), plain(X[0], Y))
+    with pytest.raises(RuntimeError, match="Function Tripled has a derivative of its own"):
+        batched.sum().backward()
+    value, way_back = vjp(lambda y: apply(leaf, y), Y)
+    agree(torch.autograd.grad((value * WEIGHTS).sum(), leaf)[0], 3 * slopes(X[0], Y)[0] * WEIGHTS)
+    expected = torch.func.grad(lambda x: (3 * slopes(x, Y)[1] * WEIGHTS).sum())(X[0])
+    agree(torch.autograd.grad(way_back(WEIGHTS)[0].sum(), leaf)[0], expected)
+    gradient = grad(lambda x: weighted(apply)(x, Y))(leaf)
+    agree(torch.autograd.grad(gradient.sum(), leaf)[0], torch.func.grad(lambda x: (3 * slopes(x, Y)[0] * WEIGHTS).sum())(X[0]))
+
+
 def test_gradients_that_are_not_asked_for() -> None:
     wanted: list[Any] = []
 
