@@ -19,7 +19,6 @@ from psgrad.engine.transforms.levels import (
     Level,
     Tracer,
     in_pieces,
-    innermost,
     interpret,
     map_tracers,
     meet,

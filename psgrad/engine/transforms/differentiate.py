@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.levels import rules_only
+from psgrad.engine.transforms.derivatives import DerivativeLevel
 from psgrad.engine.transforms.record import Node, pull_back
 from psgrad.engine.transforms.reverse import GradLevel, GradTracer
 from psgrad.errors import TransformError
@@ -203,7 +204,7 @@ def _constant(level: GradLevel, value: Any) -> Any:
     return level.constant(value) if isinstance(value, torch.Tensor) else value
 
 
-def lower(level: GradLevel, value: Any) -> Any:
+def lower(level: DerivativeLevel, value: Any) -> Any:
     if level.owns(value):
         level.refresh(value)
         return value.value

@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from psgrad.engine.transforms.differentiate import lower, split_aux, vjp
-from psgrad.engine.transforms.forward import ForwardLevel
+from psgrad.engine.transforms.forward import ForwardLevel, ForwardTracer
 from psgrad.errors import TransformError
 
 
@@ -102,7 +102,7 @@ def _value_and_tangent(level: ForwardLevel, item: Any, strict: bool) -> tuple[to
             next_step="return other results as aux, with has_aux=True",
         )
     value = lower(level, item)
-    tangent = item.tangent if level.owns(item) else None
+    tangent = item.tangent if isinstance(item, ForwardTracer) and item.level is level else None
     if tangent is None and strict:
         raise TransformError(
             "jvp(f, primals, tangents, strict=True): an output of f does not depend on the primals",

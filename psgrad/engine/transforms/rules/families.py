@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms.operators import aten as aten
-from psgrad.engine.transforms.rules.registry import Maker, Op, define
+from psgrad.engine.transforms.rules.registry import Maker, Op, Push, define
 
 
 def sum_to(g: Any, shape: torch.Size, dtype: torch.dtype) -> Any:
@@ -46,7 +46,7 @@ def broadcasting(make: Maker, position: int) -> Maker:
     return maker
 
 
-def stretching(make: Maker, position: int) -> Maker:
+def stretching(make: Maker, position: int) -> Push:
     """The JVP of an elementwise operator: its Jacobian is diagonal, so the closure of its VJP pushes a real tangent forward as well.
 
     For complex values it is no maker: there the closure is the conjugate of what is wanted, if the operator is holomorphic at all.

@@ -23,6 +23,7 @@ from psgrad.engine.transforms.operators import is_composite as is_composite
 from psgrad.errors import UnsupportedOperatorError
 
 Maker = Callable[..., Callable[..., Any]]
+Push = Callable[..., Callable[..., Any] | None]  # None: not for these arguments, the VJP is transposed
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class DerivativeRule:
     instead: Callable[..., Any] | None = None
     # Shortcuts for forward mode, which else transposes the VJP (see forward.py). By position, a maker of the closure from the
     # argument's tangent to the result's; and the arguments in which the operator is linear while the others stay.
-    jvp: Mapping[int, Maker] = field(default_factory=dict)
+    jvp: Mapping[int, Push] = field(default_factory=dict)
     linear: tuple[int, ...] = ()
 
     def closure(self, position: Any, out: Any, args: Any, kwargs: Any) -> Callable[..., Any] | None:
@@ -64,7 +65,7 @@ def define(
     vjp: Mapping[int, Maker] | JointVJP | None = None,
     batch: Callable[..., Any] | None = None,
     instead: Callable[..., Any] | None = None,
-    jvp: Mapping[int, Maker] | None = None,
+    jvp: Mapping[int, Push] | None = None,
     linear: tuple[int, ...] = (),
     same: Callable[..., Any] | None = None,
 ) -> None:
