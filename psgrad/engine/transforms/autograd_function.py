@@ -102,7 +102,7 @@ class _Application(Ruled):
             # PyTorch's autograd differentiates what comes out, and this it knows how to
             assert state.outside is not None
             with read_only(args), torch._C._ForceDispatchKeyGuard(*state.outside):
-                return self._flat(super(_Base, self.kind).apply(*args))
+                return self._flat(super(_Base, self.kind).apply(*args))  # type: ignore[misc]
         return super().run(args)
 
     def _forward(self, args: Flat) -> Flat:

@@ -261,8 +261,8 @@ class Ruled(Call):
     """A call whose derivative is given by the user, in reverse mode, in forward mode, or both: each is the other's transpose.
 
     function: arguments -> results.
-    prepare: (arguments, results or None, which arguments want cotangents) -> (results, whatever `backward` needs, constant results).
-    backward: (that, cotangents of the results) -> cotangents of the arguments.
+    prepare: (arguments, results or None, which arguments want cotangents) -> (results, whatever `pull` needs, constant results).
+    pull: (that, cotangents of the results) -> cotangents of the arguments.
     forward: (arguments, results or None, tangents) -> (results, tangents of the results).
     value_first: whether `prepare` and `forward` are given the results, computed one floor down by the call itself; else they compute
         them, as ordinary programs there.
@@ -273,13 +273,13 @@ class Ruled(Call):
         name: str,
         function: Callable[[Flat], Flat],
         prepare: Callable[[Flat, Flat | None, list[int]], tuple[Flat, Any, frozenset[int]]] | None = None,
-        backward: Callable[[Any, Cotangents], Cotangents] | None = None,
+        pull: Callable[[Any, Cotangents], Cotangents] | None = None,
         forward: Callable[[Flat, Flat | None, Flat], tuple[Flat, Flat]] | None = None,
         *,
         value_first: bool = False,
     ) -> None:
         super().__init__(name)
-        self.function, self.prepare, self.backward, self.forward = function, prepare, backward, forward
+        self.function, self.prepare, self.pull, self.forward = function, prepare, pull, forward
         self.value_first = value_first
 
     def run(self, args: Flat) -> Flat:
@@ -321,10 +321,10 @@ class Ruled(Call):
                 results, context, constant = self.prepare(mapped.up(args, mapped.args), given, needed)
             return mapped.down(results, self.name), context, constant
 
-        def backward(context: Any, cotangents: Cotangents) -> Cotangents:
-            assert self.backward is not None
+        def pull(context: Any, cotangents: Cotangents) -> Cotangents:
+            assert self.pull is not None
             with back_in(mapped.level):
-                found = self.backward(context, mapped.up(cotangents, mapped.outs))
+                found = self.pull(context, mapped.up(cotangents, mapped.outs))
             return mapped.cotangents_down(found)
 
         def forward(args: Flat, outs: Flat | None, tangents: Flat) -> tuple[Flat, Flat]:
@@ -338,14 +338,14 @@ class Ruled(Call):
             self.name,
             function,
             prepare if self.prepare is not None else None,
-            backward if self.backward is not None else None,
+            pull if self.pull is not None else None,
             forward if self.forward is not None else None,
             value_first=self.value_first,
         )
 
     def differentiate(self, level: GradLevel, values: Flat, needed: list[int]) -> Recorded:
         with resting(level), read_only(values):
-            if self.backward is not None:
+            if self.pull is not None:
                 outs, context, constant = self._prepared(level, values, needed)
                 return Recorded(outs, lambda cotangents: self._checked(self._pulled(context, cotangents), values), constant=constant)
             outs, pull = self._transposed_forward(level, values, needed)
@@ -370,15 +370,15 @@ class Ruled(Call):
         return own_values(level, hand_down(self, values, below=level), self.name) if self.value_first else None
 
     def _prepared(self, level: DerivativeLevel, values: Flat, needed: list[int]) -> tuple[Flat, Any, frozenset[int]]:
-        if self.prepare is None or self.backward is None:
+        if self.prepare is None or self.pull is None:
             raise self.without_rule()
         outs, context, constant = self.prepare(values, self._value(level, values), needed)
         return own_values(level, outs, self.name), context, constant
 
     def _pulled(self, context: Any, cotangents: Cotangents) -> Cotangents:
-        assert self.backward is not None
+        assert self.pull is not None
         with users_program(), read_only(cotangents):
-            return self.backward(context, cotangents)
+            return self.pull(context, cotangents)
 
     def _checked(self, cotangents: Cotangents, values: Flat) -> Cotangents:
         """The cotangents that the user's rule gave, in the arguments' dtypes; an error where a shape is wrong."""
