@@ -371,23 +371,6 @@ def _nonzero_static_batch(batch: Any, op: Op, x: torch.Tensor, *, size: int, fil
 constant(aten.nonzero_static.default, batch=_nonzero_static_batch)
 
 
-def _histc_batch(batch: Any, op: Op, x: torch.Tensor, bins: int = 100, low: float = 0, high: float = 0) -> torch.Tensor:
-    """Elements of each sample are added to the bin that they fall into; the last one ends with its upper limit."""
-    values = batch.physical(x).reshape(batch.size, -1)
-    if low == high == 0 and values.shape[1]:
-        start, end = values.amin(1, keepdim=True), values.amax(1, keepdim=True)
-    else:
-        start, end = (torch.full_like(values[:, :1], limit) for limit in (low, high))
-    flat = start == end
-    start, end = torch.where(flat, start - 1, start), torch.where(flat, end + 1, end)
-    place = ((values - start) * bins / (end - start)).long().clamp(0, bins - 1)
-    counted = ((values >= start) & (values <= end)).to(values.dtype)
-    return values.new_zeros(batch.size, bins).scatter_add(1, place, counted)
-
-
-constant(aten.histc.default, batch=_histc_batch)
-
-
 def _depends_on_data(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
     raise TransformError(
         f"{op.name().removeprefix('aten::')} is not possible on a value that differs between samples{diagnostics.where()}",
