@@ -32,7 +32,7 @@ def psgrad(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_ci_runs_the_test_command() -> None:
-    command = 'pip install -c constraints.txt -e ".[test]" && pytest'
+    command = 'pip install -c constraints.txt -e ".[test,hugging-face]" && pytest'
     assert command in README
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     assert all(part in script.replace(" --quiet", "") for part in command.split(" && "))
