@@ -299,3 +299,24 @@ define(
     batch=_fold_leading(),
 )
 define(aten._scaled_dot_product_efficient_attention_backward.default, batch=_fold_leading(frozenset({7, 8})))
+
+
+@replace(aten._scaled_dot_product_cudnn_attention.default)
+def _by_flash_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: Any = None,
+) -> tuple[Any, ...]:
+    """In place of cuDNN's kernel the one that has rules both ways; it has no mask, and with one these are matrix products."""
+    if bias is None:
+        return aten._scaled_dot_product_flash_attention.default(query, key, value, dropout_p, is_causal, False, scale=scale)
+    out = _by_matrix_products(query, key, value, bias, dropout_p, is_causal, scale=scale)
+    unused = torch.empty(0, device=query.device)
+    return out, unused, unused, unused, query.shape[-2], key.shape[-2], unused, unused, unused
