@@ -527,6 +527,16 @@ def test_a_cuda_graph_reads_each_call_s_arguments():
     assert graph.recorded == 2  # at first, and when the second argument turned out to move
 
 
+def test_what_makes_no_cuda_graph_after_all_is_run_by_its_kernels():
+    class Refused(GraphOnCPU):
+        def _record(self, tensors, addresses):
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    graph = Refused(lambda x: [x * 2])
+    same([graph(torch.ones(2))[0], graph(torch.zeros(2))[0]], [torch.full((2,), 2.0), torch.zeros(2)])
+    assert graph.how.startswith("kernel by kernel, as no CUDA graph could be made: operation not permitted")
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor_runs_the_same_record():
     model = perceptron(dropout=0.5)

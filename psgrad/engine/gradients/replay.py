@@ -14,12 +14,13 @@ from psgrad.engine.gradients.deferral import DeferredGradient, Placed
 from psgrad.engine.gradients.doubts import noting
 from psgrad.engine.gradients.per_sample import PerSampleGradients, SquareNorms
 from psgrad.engine.gradients.terms import Convolution, Dense, Product, Rows
+from psgrad.engine.transforms import generators
 from psgrad.engine.transforms.capture import Captured, capture
 from psgrad.engine.transforms.program import Compiler
-from psgrad.engine.transforms.watch import generators
 
-# Recording takes as long as the Python of about a hundred chunks, whatever the model, as both go with its operators.
-PAYS_FROM = 256
+# From so many chunks on a record is worth its making, whatever the model: both go with its operators. Measured on CPUs, where a chunk's
+# kernels take most of the time; on a GPU the Python around them does.
+PAYS_FROM = {"cpu": 1000, "cuda": 200}
 # One chunk in so many may raise a doubt, and run twice, before the replay is given up.
 _RARELY = 8
 
@@ -48,7 +49,8 @@ class Replay:
     """A function of chunks, run from a record where that pays.
 
     Args:
-        function: (inputs, target) to what is found of a chunk.
+        function: (params, inputs, target) to what is found of a chunk.
+        params: the same tensors for each chunk.
         compile: as for `capture`.
         say: told why chunks are not replayed.
 
@@ -60,7 +62,8 @@ class Replay:
         self, function: Callable[..., Any], params: dict[str, torch.Tensor], compile: Compiler, say: Callable[[str], None]
     ) -> None:
         self.function, self.params, self.say = function, params, say
-        self.pays_from = PAYS_FROM if compile == "none" else 2
+        kind = next(iter(params.values())).device.type
+        self.pays_from = PAYS_FROM[kind if kind in PAYS_FROM else "cuda"] if compile == "none" else 2
         # Norms are float64, but no more exact than what they are made of.
         self.rounding = 4 * math.sqrt(max(torch.finfo(x.dtype).eps for x in params.values()))
         self.chunks = self.doubts = 0
@@ -78,30 +81,35 @@ class Replay:
     def __call__(self, inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None, to_come: int) -> Any:
         """What is found of a chunk. to_come: chunks of this size, this one included."""
         looks = [None if x is None else (x.shape, x.dtype) for x in (*inputs, target)]
-        before = _states()
+        before = generators.states()
         if self._captured is not None and looks == self._proved:
             found, doubt = self._captured(self.params, inputs, target)
             if doubt is None or not bool(doubt):
                 self.chunks += 1
                 return found
             self._doubted()
-            _set(before)
+            generators.restore(before)
         found = self.function(self.params, inputs, target)
         if self._captured is not None and looks == self._met and looks != self._proved and to_come >= self.pays_from:
-            after = _states()
+            after = generators.states()
             self._prove(self._captured, inputs, target, looks, found, before)
-            _set(after)
+            generators.restore(after)
         self._met = looks
         return found
 
-    def _prove(self, captured: Captured, inputs: Any, target: Any, looks: Any, found: Any, states: list[torch.Tensor]) -> None:
+    def _prove(self, captured: Captured, inputs: Any, target: Any, looks: Any, found: Any, states: generators.States) -> None:
         """Record, and hold the replay of a chunk against what was found of it; it is replayed from now on if they agree."""
         program = captured.record(self.params, inputs, target)
         if program is None:
             self._captured = None
             return
-        _set(states)
-        again, doubt = captured(self.params, inputs, target)
+        generators.restore(states)
+        try:
+            again, doubt = captured(self.params, inputs, target)
+        except Exception as error:  # where the model itself has just done without
+            self._captured = None
+            self.say(f"chunks are not replayed: {type(error).__name__} {str(error).partition(chr(10))[0]}")
+            return
         if doubt is not None and bool(doubt):
             self._doubted()
         elif agree(found, again, self.rounding):
@@ -137,12 +145,3 @@ def _close(a: torch.Tensor, b: torch.Tensor, rounding: float) -> bool:
         return torch.equal(a, b)
     largest = float(a[torch.isfinite(a)].abs().max()) if bool(torch.isfinite(a).any()) else 0.0
     return torch.allclose(a, b, rtol=rounding, atol=rounding * largest, equal_nan=True)
-
-
-def _states() -> list[torch.Tensor]:
-    return [generator.get_state() for generator in generators()]
-
-
-def _set(states: list[torch.Tensor]) -> None:
-    for generator, state in zip(generators(), states, strict=True):
-        generator.set_state(state)

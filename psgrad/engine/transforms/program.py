@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from psgrad.engine.transforms import generators
 from psgrad.engine.transforms.levels import map_tracers
 from psgrad.engine.transforms.watch import (
     NoReads,
@@ -18,7 +19,6 @@ from psgrad.engine.transforms.watch import (
     RandomStates,
     Watch,
     draws,
-    generators,
     looks,
     modules_unchanged,
     python_random_states,
@@ -37,15 +37,20 @@ class Program:
     """A record: what to run, and how its results stand in the function's."""
 
     run: Run
-    how: str  # it is run, in words
     results: list[Any]  # the function's results, flat; `_TENSOR` where the next tensor goes
     spec: Any
     outside: list[torch.Tensor]  # what the function takes from outside: further arguments
     relied_on: list[Any]  # in those, beside their values
+    obstacle: str | None = None  # on a GPU: why it is no CUDA graph
 
     def __call__(self, tensors: list[torch.Tensor]) -> Any:
         found = iter(self.run(*tensors, *self.outside))
         return tree_unflatten([next(found) if item is _TENSOR else item for item in self.results], self.spec)
+
+    @property
+    def how(self) -> str:
+        """It is run in which way, in words."""
+        return getattr(self.run, "how", f"kernel by kernel ({self.obstacle})" if self.obstacle else "kernel by kernel")
 
     def fits(self) -> bool:
         """Whether the tensors from outside are what they were, apart from their values."""
@@ -108,17 +113,16 @@ def record(function: Callable[..., Any], leaves: list[Any], spec: Any, compile: 
         node.meta.clear()  # tensors without values
     graph.set_codegen(torch.fx.graph.CodeGen())  # flat in, flat out
     module.recompile()
-    run, how = _run_by(module, [*tensors, *outside], compile, obstacle)
+    run = _run_by(module, [*tensors, *outside], compile, obstacle)
     pattern = [_TENSOR if isinstance(item, torch.Tensor) else item for item in results]
-    return Program(run, how, pattern, spec_out, outside, [_address_and_looks(x) for x in outside])
+    on_gpu = any(x.device.type == "cuda" for x in tensors)
+    return Program(run, pattern, spec_out, outside, [_address_and_looks(x) for x in outside], obstacle if on_gpu else None)
 
 
-def _run_by(module: torch.fx.GraphModule, tensors: list[torch.Tensor], compile: Compiler, obstacle: str | None) -> tuple[Run, str]:
+def _run_by(module: torch.fx.GraphModule, tensors: list[torch.Tensor], compile: Compiler, obstacle: str | None) -> Run:
     if compile == "inductor":
-        return _compiled(module, tensors), "inductor"
-    if obstacle is None:
-        return CudaGraph(module.forward), "CUDA graph"
-    return module.forward, "kernel by kernel" if all(x.device.type == "cpu" for x in tensors) else f"kernel by kernel ({obstacle})"
+        return Compiled(module, tensors)
+    return CudaGraph(module.forward) if obstacle is None else module.forward
 
 
 # -- other ways to run a record -------------------------------------------------------------------------------------------------------
@@ -149,21 +153,31 @@ class CudaGraph:
 
     A graph reads fixed addresses. An argument that comes at the same address each time (a weight) is read where it is; one that
     was met at another is copied into a buffer from then on. The results are copies: the next replay writes over the graph's own.
-    PyTorch sees to it that its generators go on with each replay.
+    PyTorch sees to it that its generators go on with each replay. What can't be made a graph of after all (a library that waits for
+    the GPU) is run kernel by kernel.
     """
 
     def __init__(self, run: Run) -> None:
         self.run = run
+        self.how = "CUDA graph"
         self.graph: torch.cuda.CUDAGraph | None = None
         self.moving: set[int] = set()  # arguments that have a buffer, by position
         self.addresses: list[int] = []
 
     def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        if self.how != "CUDA graph":
+            return self.run(*tensors)
         addresses = [x.data_ptr() for x in tensors]
         moved = {i for i, (now, then) in enumerate(zip(addresses, self.addresses, strict=False)) if now != then} - self.moving
         if self.graph is None or moved:
             self.moving |= moved
-            self._record(tensors, addresses)
+            try:
+                self._record(tensors, addresses)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                self.how = f"kernel by kernel, as no CUDA graph could be made: {str(error).partition(chr(10))[0]}"
+                return self.run(*tensors)
         assert self.graph is not None
         for i in self.moving:
             self.given[i].copy_(tensors[i])
@@ -175,18 +189,25 @@ class CudaGraph:
         self.given = [x.clone() if i in self.moving else x for i, x in enumerate(tensors)]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        states = [generator.get_state() for generator in generators()]
+        before = generators.states()
         with torch.cuda.stream(stream):  # libraries make their handles and workspaces at the first call
             self.run(*self.given)
         torch.cuda.current_stream().wait_stream(stream)
-        for generator, before in zip(generators(), states, strict=True):
-            generator.set_state(before)
+        generators.restore(before)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             self.results = self.run(*self.given)
 
 
-def _compiled(module: torch.fx.GraphModule, tensors: list[Any]) -> Run:
-    from torch._inductor import compile as inductor  # takes seconds to import
+class Compiled:
+    """A record as PyTorch's compiler writes it."""
 
-    return inductor(module, tensors, options={"fallback_random": True})  # draws what PyTorch's own kernels draw
+    how = "inductor"
+
+    def __init__(self, module: torch.fx.GraphModule, tensors: list[Any]) -> None:
+        from torch._inductor import compile as inductor  # takes seconds to import
+
+        self.run: Run = inductor(module, tensors, options={"fallback_random": True})  # draws what PyTorch's own kernels draw
+
+    def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        return self.run(*tensors)

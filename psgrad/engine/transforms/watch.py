@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
-from psgrad.engine.transforms import diagnostics
+from psgrad.engine.transforms import diagnostics, generators
 from psgrad.engine.transforms.levels import Tracer, innermost, map_tracers
 from psgrad.engine.transforms.operators import Op, aten
 
@@ -123,13 +123,12 @@ class RandomStates(_Objector):
     """
 
     def __enter__(self) -> RandomStates:
-        self.before = self.known = self._now()
+        self.before = self.known = generators.states()
         return self
 
     def __exit__(self, kind: Any, *error: Any) -> None:
         unchanged = self._unchanged()
-        for generator, before in zip(generators(), self.before, strict=True):
-            generator.set_state(before)
+        generators.restore(self.before)
         if kind is None and not unchanged:
             self.object("it sets PyTorch's random state")
 
@@ -137,25 +136,19 @@ class RandomStates(_Objector):
         with _disable_current_modes():
             if not self._unchanged():
                 self.object("it sets PyTorch's random state")
-            for generator in generators():
-                torch.rand((), device=generator.device, generator=generator)
-            self.known = self._now()
-
-    def _now(self) -> list[torch.Tensor]:
-        return [generator.get_state() for generator in generators()]
+            for generator in generators.generators():
+                if generator.device.type == "cuda":
+                    generator.set_offset(generator.get_offset() + 4)
+                else:
+                    torch.rand((), generator=generator)
+            self.known = generators.states()
 
     def _unchanged(self) -> bool:
-        return all(torch.equal(now, known) for now, known in zip(self._now(), self.known, strict=True))
+        return all(torch.equal(now, known) for (_, now), (_, known) in zip(generators.states(), self.known, strict=True))
 
 
 def _indexes_by_numbers(op: Op, args: Any) -> bool:
     return op is aten.index.Tensor and all(i is None or i.dtype not in (torch.bool, torch.uint8) for i in args[1])
-
-
-def generators() -> list[torch.Generator]:
-    """Those that operators draw from, unless told otherwise."""
-    used = [torch.default_generator]
-    return [*used, torch.cuda.default_generators[torch.cuda.current_device()]] if torch.cuda.is_initialized() else used
 
 
 @contextlib.contextmanager

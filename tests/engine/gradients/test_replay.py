@@ -21,7 +21,7 @@ ROWS = 50
 
 @pytest.fixture(autouse=True)
 def _pays_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "PAYS_FROM", 2)
+    monkeypatch.setitem(replay.PAYS_FROM, "cpu", 2)
 
 
 class Tied(nn.Module):
@@ -109,7 +109,7 @@ def test_dropout_draws_what_it_would_have_drawn(measure: Any) -> None:
 
 
 def test_few_chunks_are_not_worth_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "PAYS_FROM", 13)
+    monkeypatch.setitem(replay.PAYS_FROM, "cpu", 13)
     run, _ = both(perceptron(), vectors(), chunk_size=4)
     assert run.replayed == 0
 
@@ -197,6 +197,16 @@ def test_a_record_that_gives_other_numbers_is_thrown_away(monkeypatch: pytest.Mo
     run, _ = both(perceptron(dropout=0.3).train(), vectors(), chunk_size=4, randomness="different")
     assert run.replayed == 0
     assert len(run.said) == 1
+
+
+def test_a_record_that_fails_is_thrown_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("no such kernel\nstack")
+
+    monkeypatch.setattr("psgrad.engine.transforms.program.Program.__call__", fail)
+    run, _ = both(perceptron(), vectors(), chunk_size=4)
+    assert run.replayed == 0
+    assert run.said == ["chunks are not replayed: RuntimeError no such kernel"]
 
 
 def test_agreement_is_of_all_numbers() -> None:
