@@ -122,7 +122,7 @@ def out_of_place(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @functools.cache
 def reshapes_in_place(op: Op) -> bool:
     """Whether `op` (`t_`, `squeeze_`) leaves its target's memory alone and changes how the target looks at it."""
-    if torch.Tag.inplace_view not in op.tags or op in (aten.detach_.default, aten.as_strided_.default):
+    if torch.Tag.inplace_view not in op.tags or op is aten.detach_.default:
         return False
     functional = functional_variant(op)
     return functional is not None and facts(functional).is_view
