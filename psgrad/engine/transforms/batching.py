@@ -14,11 +14,11 @@ from typing import Any, Protocol
 import torch
 
 from psgrad.engine.transforms import diagnostics
+from psgrad.engine.transforms.adoption import AdoptingLevel
 from psgrad.engine.transforms.fresh import FreshTracer
 from psgrad.engine.transforms.levels import (
     Level,
     Tracer,
-    in_pieces,
     interpret,
     map_tracers,
     meet,
@@ -38,7 +38,7 @@ from psgrad.engine.transforms.operators import (
     reshape_tracer,
     reshapes_in_place,
 )
-from psgrad.engine.transforms.rules.registry import batching_rule, decompose, derivative_rule, is_composite, is_constant, shared_draw
+from psgrad.engine.transforms.rules.registry import batching_rule, decompose, shared_draw, taken_apart
 from psgrad.errors import TransformError
 
 RANDOMNESS = ("error", "same", "different")
@@ -97,10 +97,9 @@ class BatchTracer(Tracer):
         return self.level.lift(rewritten(self.below(), new.below())) if self.level.owns(new) else new
 
 
-class BatchLevel(Level):
+class BatchLevel(AdoptingLevel):
     """vmap: `size` samples; `randomness` says what a random draw means for them."""
 
-    adopts = True
     axis_name: str | None = None  # by which named_axis.py finds it
 
     def __init__(self, size: int, randomness: str = "error", deferral: Deferral | None = None) -> None:
@@ -131,21 +130,11 @@ class BatchLevel(Level):
     def draws(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return True
 
-    def process_untraced(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        operator = facts(op)
-        if operator.mutated or operator.mutated_kwargs:
-            return self._untraced_below(op, args, kwargs)
-        if is_composite(op) and derivative_rule(op) is None and not is_constant(op):
-            return in_pieces(op, args, kwargs)
-        result = self._untraced_below(op, args, kwargs)
-        # A view is still somebody else's memory; into a fresh tensor batched values may be written.
-        fresh = not operator.is_view or op is aten.lift_fresh.default
-        return map_tracers(lambda x: FreshTracer(x, self), result) if fresh else result
+    def adopt(self, value: torch.Tensor) -> FreshTracer:
+        return FreshTracer(value, self)
 
-    def _untraced_below(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """To be written into, at every level, a fresh tensor must be known to all levels."""
-        adopter = next((level for level in reversed(state.stack) if level.adopts and level.index < self.index), None)
-        return op(*args, **kwargs) if adopter is None else adopter.process_untraced(op, args, kwargs)
+    def write_outside(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.lower_untraced(op, args, kwargs)
 
     def _process_fresh(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operator with fresh tensors among its arguments: as one on what they stand for."""
@@ -171,7 +160,7 @@ class BatchLevel(Level):
             return self.process(op, contents, keywords)
         if mapped:
             return decompose(op, args, kwargs) if batching_rule(op) is None else self.process(op, contents, keywords)
-        if is_composite(op) and derivative_rule(op) is None and not is_constant(op):
+        if taken_apart(op):
             return decompose(op, args, kwargs)
         result = map_tracers(lambda x: FreshTracer(x, self), interpret(op, contents, keywords, below=self))
         if operator.is_view and self.is_fresh(args[0]):

@@ -128,6 +128,18 @@ def resting(level: Level) -> Iterator[None]:
 
 
 @contextmanager
+def program_on(*values: Any) -> Iterator[None]:
+    """A function of the user's that a rule runs: fresh tensors belong to the levels of the values that it is given, and to no other."""
+    present: set[Level] = set()
+    for value in values:
+        while isinstance(value, Tracer):
+            present.add(value.level)
+            value = value.below()
+    with users_program(), _adopting(False, [level for level in state.stack if level not in present]):
+        yield
+
+
+@contextmanager
 def witnessed(level: GradLevel) -> Iterator[None]:
     """A record that outlives its function watches also what a call uses, whose operators it does not record."""
     before = state.witnesses

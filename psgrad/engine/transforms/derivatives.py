@@ -13,7 +13,8 @@ from typing import Any, ClassVar, Protocol, Self
 import torch
 
 from psgrad.engine.transforms import diagnostics
-from psgrad.engine.transforms.levels import Level, Tracer, in_pieces, interpret, map_tracers, meet, strides_of, tensors_in
+from psgrad.engine.transforms.adoption import AdoptingLevel
+from psgrad.engine.transforms.levels import Tracer, map_tracers, meet, strides_of, tensors_in
 from psgrad.engine.transforms.operators import (
     Op,
     aten,
@@ -24,7 +25,7 @@ from psgrad.engine.transforms.operators import (
     reshape_tracer,
     reshapes_in_place,
 )
-from psgrad.engine.transforms.rules.registry import DerivativeRule, decompose, derivative_rule, is_composite, is_constant
+from psgrad.engine.transforms.rules.registry import DerivativeRule, decompose, derivative_rule, is_constant, taken_apart
 from psgrad.engine.transforms.rules.views import write_through
 from psgrad.errors import TransformError
 
@@ -76,10 +77,9 @@ class DerivativeTracer(Tracer):
         return self.value
 
 
-class DerivativeLevel(Level):
+class DerivativeLevel(AdoptingLevel):
     """One derivative. Subclasses say what happens at an operator that has a rule."""
 
-    adopts = True
     tracer: ClassVar[type[DerivativeTracer]]
     reads: Reads | None = None  # while a function runs that will run again
 
@@ -94,27 +94,15 @@ class DerivativeLevel(Level):
         """The result of `op`, traced. inputs: the tracers with a derivative among the arguments, each with its position."""
         raise NotImplementedError
 
-    def lower(self, op: Op, values: Any, kwargs: Any) -> Any:
-        """`op` one floor down, on what the tracers of this level stand for."""
-        return interpret(op, values, kwargs, below=self)
-
     def owns(self, value: Any) -> bool:
         return isinstance(value, DerivativeTracer) and value.level is self
 
     # -- one operator -------------------------------------------------------------------------------------------------
 
-    def process_untraced(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        operator = facts(op)
-        if operator.mutated or operator.mutated_kwargs:
-            return self._write_outside(op, args, kwargs)
-        if is_composite(op) and derivative_rule(op) is None and not is_constant(op):
-            return in_pieces(op, args, kwargs)
-        result = self.lower(op, args, kwargs)
-        # A view is still somebody else's memory; into a fresh tensor traced values may be written.
-        fresh = not operator.is_view or op is aten.lift_fresh.default  # what torch.tensor(..) made
-        return map_tracers(self.constant, result) if fresh else result
+    def adopt(self, value: torch.Tensor) -> DerivativeTracer:
+        return self.constant(value)
 
-    def _write_outside(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def write_outside(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """In place on a tensor from outside the function. A counter may be counted; a value may be needed for the way back."""
         counters = all(not t.dim() and not t.dtype.is_floating_point for t in tensors_in(args[:1], {}))
         if op is not aten.detach_.default and (not counters or facts(op).mutated != (0,)):
@@ -145,7 +133,7 @@ class DerivativeLevel(Level):
                 )
         if not follows:
             # Composite operators may return views or write in place: taken apart, their pieces are handled one by one.
-            if is_composite(op) and derivative_rule(op) is None and not is_constant(op):
+            if taken_apart(op):
                 return decompose(op, args, kwargs)
             result = self.lower(op, self.unwrap(args), self.unwrap(kwargs))
             return self.remember_views(op, args, kwargs, map_tracers(self.constant, result))

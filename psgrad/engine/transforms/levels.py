@@ -142,7 +142,7 @@ def heed_marks() -> None:
 class Level:
     """One active transform. Subclasses say what it does at one operator."""
 
-    # Whether it has a say in operators without any tracer: they make tensors that traced values may be written into.
+    # Whether it has a say in operators that it takes no part in: they make tensors that traced values may be written into.
     adopts: bool = False
 
     def __init__(self) -> None:
@@ -155,8 +155,16 @@ class Level:
         raise NotImplementedError
 
     def process_untraced(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operator of the user's function in which no tracer takes part. Only levels that adopt are asked."""
+        """An operator of the user's function in which no tracer of this level or one above takes part. Only levels that adopt are asked."""
         raise NotImplementedError
+
+    def adopt(self, value: torch.Tensor) -> torch.Tensor:
+        """A tracer of this level that stands for a value from below. Only levels that adopt are asked."""
+        raise NotImplementedError
+
+    def adopt_from_below(self, value: torch.Tensor) -> torch.Tensor:
+        """`adopt`, unless this level or one above has it already."""
+        return value if isinstance(value, Tracer) and value.level.index >= self.index else self.adopt(value)
 
     def draws(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether this level has a say in a random operator that none of its tracers takes part in."""
@@ -296,17 +304,19 @@ class _Interpreter(TorchDispatchMode):
             _refuse_writes(op, args, kwargs)
         for told in state.witnesses:
             told(args, kwargs)
-        if _top_level(args, kwargs) is not None or not state.stack:
+        adopter = next((level for level in reversed(state.stack) if level.adopts), None)
+        top = top_level(args, kwargs)
+        if adopter is None or (top is not None and (top is _DEAD or top.index >= adopter.index)):
             return interpret(op, args, kwargs)
         if op in RANDOM_COMPOSITES:
             return in_pieces(op, args, kwargs)
         if is_random(op, args, kwargs):
-            return interpret(op, args, kwargs)
-        adopter = next((level for level in reversed(state.stack) if level.adopts), None)
+            drawn = interpret(op, args, kwargs)
+            return drawn if facts(op).mutated else map_tracers(adopter.adopt_from_below, drawn)
         if state.attached:
             with Attached():
-                return op(*args, **kwargs) if adopter is None else adopter.process_untraced(op, args, kwargs)
-        return op(*args, **kwargs) if adopter is None else adopter.process_untraced(op, args, kwargs)
+                return adopter.process_untraced(op, args, kwargs)
+        return adopter.process_untraced(op, args, kwargs)
 
 
 class Attached(TorchDispatchMode):
@@ -318,7 +328,7 @@ class Attached(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _top_level(args, kwargs) is not None or state.outside is None:
+        if top_level(args, kwargs) is not None or state.outside is None:
             return interpret(op, args, kwargs)
         with torch._C._ForceDispatchKeyGuard(*state.outside):
             return op(*args, **kwargs)
@@ -389,7 +399,7 @@ def interpret(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], below: Leve
 
     `below`: only levels under this one are asked; a level passes itself here to go one floor down.
     """
-    level = _top_level(args, kwargs)
+    level = top_level(args, kwargs)
     if state.attached:
         with Attached():
             return _hand_on(level, op, args, kwargs, below)
@@ -399,7 +409,7 @@ def interpret(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], below: Leve
 def _hand_on(level: Level | None, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], below: Level | None) -> Any:
     if level is _DEAD:
         args, kwargs = map_tracers(resurrect, args), map_tracers(resurrect, kwargs)
-        return interpret(op, args, kwargs, below) if _top_level(args, kwargs) is not None else op(*args, **kwargs)
+        return interpret(op, args, kwargs, below) if top_level(args, kwargs) is not None else op(*args, **kwargs)
     if not is_random(op, args, kwargs):
         return op(*args, **kwargs) if level is None else level.process(op, args, kwargs)
     for told in state.draws:
@@ -419,14 +429,14 @@ def _hand_on(level: Level | None, op: Op, args: tuple[Any, ...], kwargs: dict[st
 _DEAD: Any = Level()
 
 
-def _top_level(args: Any, kwargs: dict[str, Any]) -> Level | None:
+def top_level(args: Any, kwargs: dict[str, Any]) -> Level | None:
     """The highest level among the arguments, None without any tracer, `_DEAD` if one has outlived its transform."""
     top: Level | None = None
     for argument in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(argument, Tracer):
             level = argument.level
         elif isinstance(argument, (list, tuple)):  # `cat`, `stack`, `index`
-            inner = _top_level(argument, {})
+            inner = top_level(argument, {})
             if inner is None:
                 continue
             level = inner

@@ -9,7 +9,8 @@ import torch
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.autograd_function import Context, VmapInfo
-from psgrad.engine.transforms.levels import users_program
+from psgrad.engine.transforms.calls import program_on
+from psgrad.engine.transforms.levels import tensors_in
 from psgrad.engine.transforms.operators import Op, facts
 from psgrad.engine.transforms.rules import registry
 from psgrad.engine.transforms.rules.registry import JointVJP, Maker
@@ -153,13 +154,13 @@ def _vjp_of(op: Op, backward: Callable[..., Any], setup: Callable[..., Any] | No
     def make(out: Any, *args: Any, **kwargs: Any) -> Callable[..., Any]:
         context = Context(op.name(), tuple(isinstance(x, torch.Tensor) for x in args))
         if setup is not None:
-            with users_program():
+            with program_on(*tensors_in((*args, out), kwargs)):
                 setup(ctx=context, inputs=args, output=out, **({"keyword_only_inputs": kwargs} if kwargs else {}))
 
         def pull(arrived: Any, positions: list[Any]) -> dict[Any, Any]:
             outs, gs = (out, arrived) if isinstance(out, (tuple, list)) else ([out], [arrived])
             given = [torch.zeros_like(x) if g is None and context.materialize_grads else g for g, x in zip(gs, outs, strict=True)]
-            with users_program():
+            with program_on(*tensors_in((*args, *outs, *given), kwargs)):
                 found = backward(context, *given)
             found = found if isinstance(found, tuple) else (found,)
             if len(found) != len(args):

@@ -409,3 +409,35 @@ def test_a_change_of_shape_in_place() -> None:
         torch.testing.assert_close(grad(lambda x, f=f, w=weights: (f(x) * w).sum())(x), 4 * torch.arange(3.0)[None])
     message = refusal(lambda: grad(lambda x: (x * 1).resize_(2).sum())(torch.ones(1, 3)))
     assert "resize" in message
+
+
+# -- writes into what an outer transform batches --------------------------------------------------------------------------------------
+
+
+def test_a_write_into_a_captured_batched_value_is_refused() -> None:
+    """An inner gradient may need the old value, and does not follow the tensor that is written to."""
+
+    def written_after_use(x: Tensor, w: Tensor) -> Tensor:
+        y = (x * w).sum()
+        x.mul_(2)
+        return y
+
+    message = refusal(lambda: vmap(lambda x: grad(lambda w: written_after_use(x, w))(torch.ones(3)))(torch.ones(2, 3)))
+    assert "from outside the transformed function" in message
+
+
+def test_a_write_into_what_was_made_of_a_captured_batched_value() -> None:
+    def written_after_use(x: Tensor, w: Tensor) -> Tensor:
+        z = x * 2
+        y = (z * w).sum()
+        z.mul_(5)
+        noise = torch.zeros_like(x).uniform_()
+        scaled = (noise * w).sum()
+        noise.zero_()
+        return y + z.sum() + scaled - scaled.detach()
+
+    xs = torch.randn(4, 3, dtype=torch.float64)
+    torch.manual_seed(0)
+    found = vmap(lambda x: grad(lambda w: written_after_use(x, w))(x.cos()), randomness="different")(xs)
+    torch.manual_seed(0)
+    torch.testing.assert_close(found, xs * 2 + torch.zeros_like(xs).uniform_())

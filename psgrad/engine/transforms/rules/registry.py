@@ -135,6 +135,14 @@ def is_constant(op: Op) -> bool:
     return op in _constants
 
 
+def taken_apart(op: Op) -> bool:
+    """Whether `op` is a composite operator without a derivative of its own.
+
+    Where no derivative is followed its pieces are handled one by one, too: they say what is a view and what is written in place.
+    """
+    return is_composite(op) and derivative_rule(op) is None and not is_constant(op)
+
+
 def decomposition_of(op: Op) -> Callable[..., Any] | None:
     """How `op` is written with other operators: ours, else PyTorch's composite definition, else PyTorch's tables."""
     if (ours := _decompositions.get(op)) is not None:

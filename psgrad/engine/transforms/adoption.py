@@ -1,0 +1,51 @@
+"""Operators of the user's function that a level takes no part in, and the tensors that come out of them.
+
+A tensor made inside the function may be written into later, with values that the level follows. So what is made anew belongs to the level
+from the beginning (it is *adopted*), and in-place operators find it there; what is somebody else's memory does not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from psgrad.engine.transforms.levels import Level, in_pieces, interpret, map_tracers, state, top_level
+from psgrad.engine.transforms.operators import Op, aten, facts
+from psgrad.engine.transforms.rules.registry import taken_apart
+
+
+class AdoptingLevel(Level):
+    """A level that adopts the tensors made inside its function. Subclasses say how."""
+
+    adopts = True
+
+    def adopt(self, value: torch.Tensor) -> torch.Tensor:
+        """A tracer of this level that stands for a value from below."""
+        raise NotImplementedError
+
+    def write_outside(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An in-place operator on what this level does not follow."""
+        raise NotImplementedError
+
+    def lower(self, op: Op, values: Any, kwargs: Any) -> Any:
+        """`op` one floor down, on what the tracers of this level stand for."""
+        return interpret(op, values, kwargs, below=self)
+
+    def process_untraced(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        operator = facts(op)
+        if operator.mutated or operator.mutated_kwargs:
+            return self.write_outside(op, args, kwargs)
+        if taken_apart(op):
+            return in_pieces(op, args, kwargs)
+        result = self.lower_untraced(op, args, kwargs)
+        # A view is still somebody else's memory.
+        fresh = not operator.is_view or op is aten.lift_fresh.default  # what torch.tensor(..) made
+        return map_tracers(self.adopt, result) if fresh else result
+
+    def lower_untraced(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One floor down. To be written into at every level, a fresh tensor must be adopted by all."""
+        top = top_level(args, kwargs)
+        first = top.index if top is not None else 0
+        adopter = next((level for level in reversed(state.stack) if level.adopts and first < level.index < self.index), None)
+        return self.lower(op, args, kwargs) if adopter is None else adopter.process_untraced(op, args, kwargs)
