@@ -91,3 +91,10 @@ def test_its_weight_gradient_is_rows_and_never_a_table_a_sample(mode: str) -> No
     (expected,) = gradients_by_loop(alone, parameters["weight"].expand(SAMPLES, -1, -1), INDEX, target)
     torch.testing.assert_close(gradients.square_norms(), expected.square().sum((1, 2)))
     assert gradients.describe() == {"weight": "index"}
+
+
+@pytest.mark.parametrize("index", [TOKENS, -1])
+def test_a_token_beyond_the_table_of_one_sample_is_not_looked_up_in_that_of_another(index: int) -> None:
+    tables, tokens = WEIGHT.expand(SAMPLES, -1, -1) * 1, torch.tensor([0, 1, index, 2])
+    with pytest.raises((RuntimeError, IndexError), match=r"out of (bounds|range)"):
+        vmap(lambda table, token: torch.nn.functional.embedding(token, table))(tables, tokens)

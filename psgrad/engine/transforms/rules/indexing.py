@@ -34,12 +34,12 @@ def _embedding_batch(
 ) -> torch.Tensor:
     if not batch.is_mapped(weight):
         return op(weight, batch.raw(index), padding_idx, scale, sparse)
-    n, count = batch.size, weight.shape[0]
-    offset = torch.arange(n, device=weight.device).reshape(n, *(1,) * index.dim()) * count
-    out = op(batch.physical(weight).flatten(0, 1), batch.raw(index) + offset)
+    places = batch.physical(index).long()
+    rows = places.reshape(batch.size, index.numel(), 1).expand(-1, -1, weight.shape[1])
+    out = torch.gather(batch.physical(weight), 1, rows).reshape(*places.shape, weight.shape[1])
     if padding_idx < 0:
         return out
-    # The table has a padding row for each sample now, which the operator has no word for: they get no gradient by hand.
+    # Each sample has a padding row in a table of its own, which gets no gradient.
     return torch.where((batch.raw(index) == padding_idx).unsqueeze(-1), out.detach(), out)
 
 
