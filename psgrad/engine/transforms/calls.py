@@ -375,8 +375,23 @@ class Ruled(Call):
                 found = self._checked(self._pulled(context, leaves), values)
                 return [found[i] for i in needed]
 
-            pushed = transpose(backwards, outs, [tangents[i] for i in needed], above=level)
-            return outs, [None if i in constant else t for i, t in enumerate(pushed)]
+            varying = [None if i in constant else x for i, x in enumerate(outs)]
+            return outs, self._transposed_backward(backwards, varying, [tangents[i] for i in needed], level)
+
+    def _transposed_backward(self, backwards: Callable[[Flat], Flat], outs: Flat, tangents: Flat, level: ForwardLevel) -> Flat:
+        """Forward mode from the backward rule. A user's need not be linear (it may clip), and then it has no transpose: see that it is."""
+        pushed = transpose(backwards, outs, tangents, above=level)
+        for elsewhere in (1e3, -1e3):
+            for here, there in zip(pushed, transpose(backwards, outs, tangents, above=level, at=elsewhere), strict=True):
+                same = here is there or (here is not None and there is not None and torch.allclose(here, there, 1e-3, 1e-6, equal_nan=True))
+                if not same:
+                    raise TransformError(
+                        f"forward mode of {self.name}{diagnostics.where()}, whose backward is not linear in the cotangents",
+                        expected="a linear backward, of which forward mode is the transpose",
+                        cause="the backward clips, rounds or compares the cotangents that it is given",
+                        next_step="give the function a rule for forward mode as well, or differentiate it in reverse mode only",
+                    )
+        return pushed
 
     def _value(self, level: DerivativeLevel, values: Flat) -> Flat | None:
         return own_values(level, hand_down(self, values, below=level), self.name) if self.value_first else None

@@ -133,16 +133,17 @@ def transpose(
     inputs: list[Any],
     cotangents: list[torch.Tensor],
     above: Level | None = None,
+    at: float = 0.0,
 ) -> list[Any]:
     """The transpose of a linear function of tensors shaped like `inputs`, applied to `cotangents`. None stands for zero.
 
     `linear` is told None for inputs that have no derivative (integers, what is no tensor). It may use levels that are active and
-    stand on `above`.
+    stand on `above`. Where it is taken, at which number in all places, makes no difference if it is linear.
     """
     level = GradLevel()
     with level.active(above), torch.set_grad_enabled(True):
         leaves = [
-            level.leaf(torch.zeros(x.shape, dtype=x.dtype, device=x.device))
+            level.leaf(torch.full(x.shape, at, dtype=x.dtype, device=x.device))
             if isinstance(x, torch.Tensor) and (x.dtype.is_floating_point or x.dtype.is_complex)
             else None
             for x in inputs

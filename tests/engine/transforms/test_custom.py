@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from psgrad.engine import transforms
-from psgrad.engine.transforms import custom_jvp, custom_vjp, custom_vmap, grad, hessian, jvp, vjp, vmap
+from psgrad.engine.transforms import custom_jvp, custom_vjp, custom_vmap, grad, hessian, jacfwd, jvp, vjp, vmap
 from psgrad.engine.transforms.levels import state
 from psgrad.errors import TransformError
 from tests.engine.transforms.nests import NESTS, WEIGHTS, YS, X, Y, agree, plain, weighted
@@ -407,3 +407,12 @@ def test_batched_rules_that_are_wrong_are_named() -> None:
         with pytest.raises(TransformError, match=words) as caught:
             vmap(f, (0, None))(X, Y)
         assert "custom_vmap plain" in str(caught.value)
+
+
+def test_a_backward_that_is_not_linear_has_no_forward_mode() -> None:
+    f = custom_vjp(lambda x: x.clone())
+    f.defvjp(lambda x: (x.clone(), None), lambda residuals, g: (g.clamp(-1, 1),))
+    agree(grad(lambda x: (f(x) * 3).sum())(X), torch.ones_like(X))
+    for program in (lambda: jvp(f, (X,), (X,)), lambda: vmap(lambda x: jvp(f, (x,), (x,)))(X), lambda: jacfwd(f)(X)):
+        with pytest.raises(TransformError, match="whose backward is not linear"):
+            program()
