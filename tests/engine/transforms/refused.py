@@ -20,33 +20,32 @@ class Refusal(NamedTuple):
 WITHOUT_RULE = {
     "aten::_histogramdd_bin_edges aten::_histogramdd_from_bin_tensors": "histogramdd",
     "aten::_to_sparse aten::_to_sparse.sparse_dim": "to_sparse",
-    "aten::as_strided": "as_strided",
-    "aten::as_strided_copy": "as_strided_copy",
-    "aten::as_strided_scatter": "as_strided_scatter",
     "aten::frexp.Tensor": "frexp",
-    "aten::hash_tensor": "hash_tensor",
-    "aten::histogram.bin_ct aten::histogram.bins_tensor": "histogram",
 }
 
-# Under vmap they would need a Python number, a branch or a shape that differs between samples.
-DEPENDS_ON_DATA = (
+# Under vmap they need a Python number, a branch or a shape from their data: both samples are the same, so that they agree on it.
+AGREEING = (
     "item allclose cov equal masked_select narrow tensor_split unique unique_consecutive "
     "nonzero argwhere nn.functional.gaussian_nll_loss repeat_interleave "
 )
 
-MAPPED = frozenset({"vmap(grad)", "vmap(vjp)", "vmap(jvp)", "vmap(vjp of vjp)", "vjp of vmap"})
+# Of these, the ones that look at data in a way that can't be asked whether samples agree.
+DEPENDS_ON_DATA = "masked_select unique unique_consecutive nonzero argwhere repeat_interleave "
 
-# One draw for all samples, where what is drawn depends on the sample.
-CANNOT_DRAW_THE_SAME = "multinomial normal normal.number_mean bernoulli "
+MAPPED = frozenset({"vmap(grad)", "vmap(vjp)", "vmap(jvp)", "vmap(vjp of vjp)", "vjp of vmap"})
+ALL = MAPPED | {"vjp", "jvp", "vjp of vjp", "jvp of vjp"}
 
 # Right as it is; in place it changes its target's shape.
-SHAPE_IN_PLACE = "t transpose squeeze squeeze.multiple unsqueeze addbmm nn.functional.dropout3d "
+SHAPE_IN_PLACE = "addbmm as_strided "
 
 # Right as it is; but what is written to the result does not reach the tensor that it is a view of.
 NOT_WRITTEN_THROUGH = "expand_as unfold "
 
 # Everything else.
 OTHERWISE = {
+    "as_strided_copy": Refusal("as_strided with size", "reads memory, and that of one sample has another layout", MAPPED - {"vjp of vmap"}),
+    "nn.functional.dropout3d": Refusal("squeeze_", "changes a shape in place", ALL - {"vjp of vmap"}),
+    "nn.functional.scaled_dot_product_attention": Refusal("can't draw the same", "with dropout", frozenset({"vjp of vmap"})),
     "float_power": Refusal("writes in place", "right as it is, but not in place"),
     "floor_divide": Refusal("writes in place", "right as it is, but not in place", frozenset({"vjp", "vmap(vjp)"})),
     "sparse.sampled_addmm": Refusal("layout torch.sparse_csr", "a traced value is dense"),
@@ -57,7 +56,6 @@ OTHERWISE = {
     "_native_batch_norm_legit": Refusal("writes in place", "writes running statistics; `nn.functional.batch_norm` reads them"),
     "_batch_norm_with_update": Refusal("writes in place", "writes running statistics; `nn.functional.batch_norm` reads them"),
     "nn.functional.batch_norm": Refusal("batch norm copy_", "in training mode it mixes samples, and writes running statistics"),
-    "nn.functional.rrelu": Refusal("writes in place", "draws into an argument"),
 }
 
 REFUSED = {
@@ -67,7 +65,6 @@ REFUSED = {
         for entry in names.split()
     },
     **dict.fromkeys(DEPENDS_ON_DATA.split(), Refusal("between samples", "a number, a branch or a shape that samples disagree on", MAPPED)),
-    **dict.fromkeys(CANNOT_DRAW_THE_SAME.split(), Refusal("can't draw the same", "what is drawn depends on the sample", MAPPED)),
     **dict.fromkeys(SHAPE_IN_PLACE.split(), Refusal("in place", "changes a shape in place")),
     **dict.fromkeys(NOT_WRITTEN_THROUGH.split(), Refusal("writes in place", "a write through the result, which is a view")),
     **OTHERWISE,
@@ -84,6 +81,11 @@ UNJUDGED = {
 
 # The same under vmap.
 UNJUDGED_MAPPED = dict.fromkeys(("sparse.sampled_addmm", "sparse.mm.reduce"), "sparse samples can't be stacked")
+
+# The same for whatever is pulled back.
+UNJUDGED_PULLED = {
+    "as_strided_scatter": "PyTorch's own VJP gives what was written over and not what was left; ours is the transpose of its JVP",
+}
 
 # The same for the second derivative.
 UNJUDGED_TWICE = {

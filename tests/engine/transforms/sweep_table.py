@@ -8,8 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.engine.transforms.derivatives import PUSH
 from tests.engine.transforms.operators import entries
-from tests.engine.transforms.refused import REFUSED, UNJUDGED, UNJUDGED_MAPPED, UNJUDGED_TWICE
+from tests.engine.transforms.refused import REFUSED, UNJUDGED, UNJUDGED_MAPPED, UNJUDGED_PULLED, UNJUDGED_TWICE
 from tests.engine.transforms.sweep import ROWS, TWICE
 
 PAGE = Path(__file__).parents[3] / "docs" / "operators.md"
@@ -23,6 +24,8 @@ def judged_rows(name: str, entry: Any) -> list[str]:
     rows = [row for row in ROWS if entry.supports_autograd or row in ("vjp", "vmap(vjp)")]
     if name in UNJUDGED_MAPPED:
         rows = [row for row in rows if row not in MAPPED]
+    if name in UNJUDGED_PULLED:
+        rows = [row for row in rows if ROWS[row].derivative is PUSH]
     if name in UNJUDGED_TWICE or not entry.supports_gradgrad:
         rows = [row for row in rows if row not in TWICE]
     return rows
@@ -105,7 +108,12 @@ def page() -> str:
         for name, entry in database.items()
         if refused_rows(name, entry)
     ]
-    groups = (("all", UNJUDGED), ("under `vmap`", UNJUDGED_MAPPED), ("second derivatives", UNJUDGED_TWICE))
+    groups = (
+        ("all", UNJUDGED),
+        ("under `vmap`", UNJUDGED_MAPPED),
+        ("all but jvp", UNJUDGED_PULLED),
+        ("second derivatives", UNJUDGED_TWICE),
+    )
     unjudged = [f"| `{name}` | {rows} | {reason} |" for rows, reasons in groups for name, reason in reasons.items()]
     return TEMPLATE.format(entries=len(database), bars="\n".join(bars), refused="\n".join(refused), unjudged="\n".join(unjudged))
 
