@@ -188,12 +188,15 @@ def _binary_cross_entropy_with_logits(
 @replace(aten.multilabel_margin_loss_forward.default)
 def _multilabel_margin_loss(x: torch.Tensor, target: torch.Tensor, reduction: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Labels count up to the first -1. PyTorch's tables go on counting behind it, as if class 0 were listed there."""
+    shape = target.shape
+    if not shape:  # one class
+        x, target = x.reshape(1), target.reshape(1)
     listed = (target == -1).cumsum(-1) == 0
     labels = torch.where(listed, target, 0)
     is_target = torch.zeros_like(x).scatter_reduce(-1, labels, listed.to(x.dtype), "amax")
     margins = torch.relu(1 - x.gather(-1, labels).unsqueeze(-1) + x.unsqueeze(-2))  # [.., label, class]
     counted = listed.unsqueeze(-1) & (is_target == 0).unsqueeze(-2)
-    return reduced(torch.where(counted, margins, 0).sum((-2, -1)) / x.shape[-1], reduction), is_target
+    return reduced(torch.where(counted, margins, 0).sum((-2, -1)) / x.shape[-1], reduction), is_target.reshape(shape)
 
 
 # -- connectionist temporal classification ------------------------------------------------------------------------------------------

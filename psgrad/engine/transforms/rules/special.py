@@ -9,7 +9,7 @@ import torch
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.rules.families import aten, elementwise, elementwise_batch
-from psgrad.engine.transforms.rules.registry import Maker, constant
+from psgrad.engine.transforms.rules.registry import Maker, constant, define
 from psgrad.errors import UnsupportedOperatorError
 
 
@@ -63,6 +63,13 @@ elementwise(aten.special_zeta.other_scalar, x0=no_derivative("aten::special_zeta
 def _gamma_density(a: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return torch.exp((a - 1) * torch.log(x) - x - torch.lgamma(a))
 
+
+def _mantissa_back(out: Any, x: torch.Tensor) -> Any:
+    """x = mantissa * 2 ** exponent; the exponent is a step function."""
+    return lambda gs: torch.ldexp(gs[0], -out[1]) if gs[0] is not None else None
+
+
+define(aten.frexp.Tensor, vjp={0: _mantissa_back}, batch=elementwise_batch)
 
 # -- Bessel functions and polynomials, which PyTorch takes for constants ----------------------------------------------------------------
 
