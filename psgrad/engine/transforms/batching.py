@@ -15,7 +15,7 @@ import torch
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.adoption import AdoptingLevel
-from psgrad.engine.transforms.fresh import FreshTracer
+from psgrad.engine.transforms.fresh import FreshTracer, is_fresh, process_fresh
 from psgrad.engine.transforms.levels import (
     Level,
     Tracer,
@@ -38,7 +38,7 @@ from psgrad.engine.transforms.operators import (
     reshape_tracer,
     reshapes_in_place,
 )
-from psgrad.engine.transforms.rules.registry import batching_rule, decompose, shared_draw, taken_apart
+from psgrad.engine.transforms.rules.registry import batching_rule, decompose, shared_draw
 from psgrad.errors import TransformError
 
 RANDOMNESS = ("error", "same", "different")
@@ -136,63 +136,13 @@ class BatchLevel(AdoptingLevel):
     def write_outside(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.lower_untraced(op, args, kwargs)
 
-    def _process_fresh(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operator with fresh tensors among its arguments: as one on what they stand for."""
-        operator = facts(op)
-        contents, keywords = map_tracers(self.content, args), map_tracers(self.content, kwargs)
-        mapped = any(isinstance(x, BatchTracer) and x.level is self for x in tensors_in(contents, keywords))
-        if operator.mutated:
-            target = args[operator.mutated[0]]
-            if reshapes_in_place(op):
-                return self._reshape_fresh(op, target, args, kwargs)
-            if is_random(op, args, kwargs):
-                mapped = mapped or self.randomness != "same"
-            if mapped:
-                spread = tuple(x.spread() if i in operator.mutated and self.is_fresh(x) else contents[i] for i, x in enumerate(args))
-                self.process(op, spread, keywords)
-            else:
-                shape = target.shape
-                interpret(op, contents, keywords, below=self)
-                if self.is_fresh(target) and target.plain.shape != shape:
-                    refuse_mutation(op, "a tensor's shape", "a traced tensor keeps the shape that it was made with")
-            return target
-        if is_random(op, args, kwargs):
-            return self.process(op, contents, keywords)
-        if mapped:
-            return decompose(op, args, kwargs) if batching_rule(op) is None else self.process(op, contents, keywords)
-        if taken_apart(op):
-            return decompose(op, args, kwargs)
-        result = map_tracers(lambda x: FreshTracer(x, self), interpret(op, contents, keywords, below=self))
-        if operator.is_view and self.is_fresh(args[0]):
-            for output, view in enumerate(result) if isinstance(result, (tuple, list)) else [(None, result)]:
-                view.view_of = (args[0], op, args[1:], kwargs, output)
-            args[0].has_views = True
-        return result
-
-    def _reshape_fresh(self, op: Op, target: FreshTracer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The target becomes a view of what it was."""
-        if target.has_views:
-            refuse_mutation(op, "a tensor that views were taken of", "the views would be taken again of another shape")
-        before = FreshTracer(target.plain, self)
-        before.batched, before.view_of = target.batched, target.view_of
-        after = functional_variant(op)(before, *args[1:], **kwargs)  # type: ignore[misc]
-        reshape_tracer(op, args, kwargs)
-        if self.is_fresh(after):
-            target.plain, target.batched, target.view_of = after.plain, after.batched, after.view_of
-        else:
-            target.batched = after
-        return target
-
-    def is_fresh(self, value: Any) -> bool:
-        return isinstance(value, FreshTracer) and value.level is self
-
     def content(self, value: Any) -> Any:
         """What a fresh tensor of this level stands for; anything else as it is."""
-        return value.content() if self.is_fresh(value) else value
+        return value.content() if is_fresh(value, self) else value
 
     def process(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.has_fresh and any(map(self.is_fresh, tensors_in(args, kwargs))):
-            return self._process_fresh(op, args, kwargs)
+        if self.has_fresh and any(is_fresh(x, self) for x in tensors_in(args, kwargs)):
+            return process_fresh(self, op, args, kwargs)
         if self.deferral is not None:
             result = self._defer(self.deferral, op, args, kwargs)
             if result is not NotImplemented:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from psgrad.engine.transforms.levels import Tracer, strides_of
-from psgrad.engine.transforms.operators import Op
+from psgrad.engine.transforms.levels import Tracer, interpret, map_tracers, strides_of, tensors_in
+from psgrad.engine.transforms.operators import Op, facts, functional_variant, is_random, refuse_mutation, reshape_tracer, reshapes_in_place
+from psgrad.engine.transforms.rules.registry import batching_rule, decompose, taken_apart
 
 if TYPE_CHECKING:
     from psgrad.engine.transforms.batching import BatchLevel, BatchTracer
@@ -76,3 +77,56 @@ def _repeated(plain: torch.Tensor, size: int) -> torch.Tensor:
     """[size, *shape], laid out in memory as `plain` for each sample, so that what was a view of it still is one."""
     extent = 1 + sum((length - 1) * stride for length, stride in zip(plain.shape, plain.stride(), strict=True)) if plain.numel() else 0
     return plain.new_empty_strided((size, *plain.shape), (extent, *plain.stride())).copy_(plain)
+
+
+def is_fresh(value: Any, level: BatchLevel) -> bool:
+    return isinstance(value, FreshTracer) and value.level is level
+
+
+def process_fresh(level: BatchLevel, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operator with fresh tensors among its arguments: as one on what they stand for."""
+    operator = facts(op)
+    contents, keywords = map_tracers(level.content, args), map_tracers(level.content, kwargs)
+    mapped = any(level.owns(x) for x in tensors_in(contents, keywords))
+    if operator.mutated:
+        target = args[operator.mutated[0]]
+        if reshapes_in_place(op):
+            return _reshape(level, op, target, args, kwargs)
+        if is_random(op, args, kwargs):
+            mapped = mapped or level.randomness != "same"
+        if mapped:
+            spread = tuple(x.spread() if i in operator.mutated and is_fresh(x, level) else contents[i] for i, x in enumerate(args))
+            level.process(op, spread, keywords)
+        else:
+            shape = target.shape
+            interpret(op, contents, keywords, below=level)
+            if is_fresh(target, level) and target.plain.shape != shape:
+                refuse_mutation(op, "a tensor's shape", "a traced tensor keeps the shape that it was made with")
+        return target
+    if is_random(op, args, kwargs):
+        return level.process(op, contents, keywords)
+    if mapped:
+        return decompose(op, args, kwargs) if batching_rule(op) is None else level.process(op, contents, keywords)
+    if taken_apart(op):
+        return decompose(op, args, kwargs)
+    result = map_tracers(lambda x: FreshTracer(x, level), interpret(op, contents, keywords, below=level))
+    if operator.is_view and is_fresh(args[0], level):
+        for output, view in enumerate(result) if isinstance(result, (tuple, list)) else [(None, result)]:
+            view.view_of = (args[0], op, args[1:], kwargs, output)
+        args[0].has_views = True
+    return result
+
+
+def _reshape(level: BatchLevel, op: Op, target: FreshTracer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The target becomes a view of what it was."""
+    if target.has_views:
+        refuse_mutation(op, "a tensor that views were taken of", "the views would be taken again of another shape")
+    before = FreshTracer(target.plain, level)
+    before.batched, before.view_of = target.batched, target.view_of
+    after = functional_variant(op)(before, *args[1:], **kwargs)  # type: ignore[misc]
+    reshape_tracer(op, args, kwargs)
+    if is_fresh(after, level):
+        target.plain, target.batched, target.view_of = after.plain, after.batched, after.view_of
+    else:
+        target.batched = after
+    return target
