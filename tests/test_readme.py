@@ -118,3 +118,18 @@ def test_the_benchmark_table_is_the_stored_result() -> None:
         expected.append([f"{medians[way] / medians['plain']:.2f}" for way in ("torch.func", "norms", "clipped")])
     table = README[README.index("| network | torch.func norms") :].split("\n\n")[0].splitlines()[2:]
     assert [[cell.strip() for cell in line.strip("|").split("|")][1:] for line in table] == expected
+
+
+def test_the_overhead_table_is_the_stored_result() -> None:
+    stored = json.loads((ROOT / "benchmarks" / "results" / "overhead-cpu.json").read_text(encoding="utf-8"))
+    medians = [timing["median"] for timing in stored["seconds"].values()]
+    expected = [[f"{median * 1e6:.0f}", f"{median / stored['seconds']['torch.func']['median']:.2f}"] for median in medians]
+    table = README[README.index("| | microseconds") :].split("\n\n")[0].splitlines()[2:]
+    assert [[cell.strip() for cell in line.strip("|").split("|")][1:] for line in table] == expected
+
+
+def test_the_operators_are_listed_as_shown() -> None:
+    shown = next(block for block in blocks("console") if "psgrad ops" in block)
+    command, _, expected = shown.partition("\n")
+    done = psgrad(*command.removeprefix("$ psgrad ").replace("'", "").split())
+    assert done.stdout.split() == expected.split()
