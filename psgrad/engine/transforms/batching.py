@@ -225,6 +225,8 @@ class BatchLevel(AdoptingLevel):
             raise TransformError(f"the random operator {op.name()} has no batching rule{diagnostics.where()}")
         mutated = facts(op).mutated
         if self.randomness == "same":
+            if mapped and mutated and (shared := shared_draw(op)) is not None:
+                return aten.copy_.default(args[0], shared(self._draw_below, op, *args, **kwargs))
             if mapped and mutated:
                 # one draw for all: drawn without the axis, then written to every sample
                 target = self.batch.physical(args[0])

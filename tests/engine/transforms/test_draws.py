@@ -79,8 +79,24 @@ def test_slopes_of_a_randomised_relu(randomness: str) -> None:
     assert slope[x > 0].unique().tolist() == [1.0]
     negative = slope[x < 0]
     assert 0.1 <= negative.min() < 0.15 < 0.35 < negative.max() <= 0.4
-    both = (x[0] < 0) & (x[1] < 0)
-    assert torch.equal(slope[0][both], slope[1][both]) == (randomness == "same")
+
+
+def test_a_randomised_relu_with_one_draw_for_all() -> None:
+    x = torch.randn(4, 50, dtype=torch.float64)
+
+    def seeded(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        torch.manual_seed(5)
+        return function(x)
+
+    for function in (lambda x: rrelu(x, training=True), lambda x: rrelu(x * 1, training=True, inplace=True)):
+        found = seeded(vmap(function, randomness="same"), x)
+        assert torch.equal(found, torch.stack([seeded(function, one) for one in x]))
+
+
+def test_a_normal_draw_has_no_derivative_in_its_parameters() -> None:
+    x = torch.ones(2, 3)
+    value, pull = vjp(lambda x: vmap(lambda x: torch.normal(x, x), randomness="same")(x), x)
+    assert pull(torch.ones_like(value))[0].abs().max() == 0
 
 
 def test_a_randomised_relu_in_evaluation_draws_nothing() -> None:

@@ -93,7 +93,18 @@ constant(
     batch=draw_like,
 )
 constant(
-    aten.bernoulli.p, aten.uniform.default, aten.normal_functional.default, aten.exponential.default, batch=draw_like, same=draw_like_one
+    aten.bernoulli.p,
+    aten.uniform.default,
+    aten.normal_functional.default,
+    aten.exponential.default,
+    aten.cauchy.default,
+    aten.log_normal.default,
+    aten.geometric.default,
+    aten.random.default,
+    aten.random.to,
+    getattr(aten.random, "from"),
+    batch=draw_like,
+    same=draw_like_one,
 )
 constant(aten.rand.default, aten.randn.default, aten.rand.generator, aten.randn.generator, batch=draw_shape(0))
 constant(aten.randint.default, aten.normal.float_float, batch=draw_shape(1))
@@ -101,7 +112,8 @@ constant(aten.randint.low, batch=draw_shape(2))
 
 
 def normal_alike(draw: Any, op: Op, mean: Any, std: Any = 1.0, generator: Any = None) -> torch.Tensor:
-    """One standard normal draw, which each sample moves and stretches."""
+    """One standard normal draw, which each sample moves and stretches. What is drawn has no derivative."""
+    mean, std = (t.detach() if isinstance(t, torch.Tensor) else t for t in (mean, std))
     tensors = [t for t in (mean, std) if isinstance(t, torch.Tensor)]
     shape = torch.broadcast_shapes(*[t.shape for t in tensors])
     standard = draw(aten.randn.generator, shape, generator=generator, dtype=tensors[0].dtype, device=tensors[0].device)
@@ -166,13 +178,20 @@ def _draw_slopes(batch: Any, op: Op, x: torch.Tensor, noise: torch.Tensor, *args
 
 
 def _same_slopes(draw: Any, op: Op, x: torch.Tensor, noise: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Drawn once at every place, as which elements are negative differs between samples."""
+    """Drawn once at every place, as which elements are negative differs between samples.
+
+    On a CPU the kernel draws for negative elements only, one after the other: the third one gets the third draw, wherever it is.
+    """
     negative = torch.full(x.shape, -1.0, dtype=x.dtype, device=x.device)
     _, slopes = draw(aten.rrelu_with_noise_functional.default, negative, torch.empty_like(negative), *args)
+    if x.device.type == "cpu" and x.numel():
+        number = (x <= 0).reshape(-1).cumsum(0) - 1
+        slopes = aten.index.Tensor(slopes.reshape(-1), [number.clamp(min=0).reshape(x.shape)])
     slopes = torch.where(x <= 0, slopes, 1)
     return x * slopes, slopes
 
 
+define(aten.rrelu_.default, batch=draw_like, same=lambda draw, op, x, *args: _same_slopes(draw, op, x, x, *args)[0])
 define(
     aten.rrelu.default,
     instead=lambda level, args, kwargs: _rrelu(*args, **kwargs),
