@@ -20,7 +20,6 @@ class Refusal(NamedTuple):
 WITHOUT_RULE = {
     "aten::_histogramdd_bin_edges aten::_histogramdd_from_bin_tensors": "histogramdd",
     "aten::_to_sparse aten::_to_sparse.sparse_dim": "to_sparse",
-    "aten::frexp.Tensor": "frexp",
 }
 
 # Under vmap they need a Python number, a branch or a shape from their data: both samples are the same, so that they agree on it.
