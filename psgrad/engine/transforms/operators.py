@@ -89,6 +89,9 @@ def functional_variant(op: Op) -> Op | None:
         "pow_.Tensor": aten.pow.Tensor_Tensor,
         "normal_": aten.normal_functional.default,
         "transpose_": aten.transpose.int,
+        "float_power_.Scalar": aten.float_power.Tensor_Scalar,
+        "float_power_.Tensor": aten.float_power.Tensor_Tensor,
+        "floor_divide_.Tensor": aten.floor_divide.default,
     }
     key = name + ("." + op._overloadname if op._overloadname != "default" else "")
     if key in special:
@@ -110,6 +113,8 @@ def out_of_place(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     functional, target = functional_variant(op), args[0]
     if functional is None:
         refuse_mutation(op, "a traced tensor", f"{op} has no counterpart that returns a new tensor")
+    if functional is aten.polygamma.default:  # polygamma_(x, n), but polygamma(n, x)
+        args = (args[1], args[0])
     new = functional(*args, *operator_defaults(functional, len(args), kwargs), **kwargs)
     if new.shape != target.shape:
         raise TransformError(

@@ -45,7 +45,46 @@ def a_choice_in_an_input_of_its_own(x: Tensor) -> Tensor:
     return a_choice(x) + vmap(a_choice)(torch.stack([x, -x])).sum(0)
 
 
-FUNCTIONS: list[Callable[[Tensor], Tensor]] = [a_choice, a_loop, a_length, agreement, a_choice_in_an_input_of_its_own]
+def kept(x: Tensor) -> Tensor:
+    return x[x > 0].sin().sum()
+
+
+def kept_columns(x: Tensor) -> Tensor:
+    columns = x.outer(x.cos())[:, x > 0.1]
+    return (columns.cumsum(0) * columns).sum()
+
+
+def selected(x: Tensor) -> Tensor:
+    return torch.masked_select(x, x < 0.3).prod() + x[(x > 0.5).nonzero(as_tuple=True)].sum() * x.sum()
+
+
+def many_values_at_a_mask(x: Tensor) -> Tensor:
+    mask = x > 0
+    values = torch.arange(int(mask.sum()), dtype=x.dtype)
+    return (x.index_put((mask,), values) * x).sum()
+
+
+def repeated(x: Tensor) -> Tensor:
+    return x.repeat_interleave((x > 0).long() + 1).cumsum(0).sum()
+
+
+def places(x: Tensor) -> Tensor:
+    return x[torch.where(x > 0)[0]].square().sum()
+
+
+FUNCTIONS: list[Callable[[Tensor], Tensor]] = [
+    a_choice,
+    a_loop,
+    a_length,
+    agreement,
+    a_choice_in_an_input_of_its_own,
+    kept,
+    kept_columns,
+    selected,
+    many_values_at_a_mask,
+    repeated,
+    places,
+]
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -58,8 +97,8 @@ def test_values_and_gradients_equal_the_loop(function: Callable[[Tensor], Tensor
         return torch.autograd.grad(number(leaf), leaf)[0]
 
     values, gradients = torch.stack([function(x) for x in BATCH]), torch.stack([gradient(x) for x in BATCH])
-    assert torch.equal(vmap(function)(BATCH), values)
-    assert torch.equal(vmap(function, 1, -1, chunk_size=4)(BATCH.t().contiguous()), values.movedim(0, -1))
+    torch.testing.assert_close(vmap(function)(BATCH), values)
+    torch.testing.assert_close(vmap(function, 1, -1, chunk_size=4)(BATCH.t().contiguous()), values.movedim(0, -1))
     torch.testing.assert_close(vmap(grad(number))(BATCH), gradients)
     torch.testing.assert_close(grad(lambda b: vmap(number)(b).sum())(BATCH), gradients)
     twice = torch.stack([BATCH, BATCH.flip(1) * 2])
@@ -128,6 +167,8 @@ def test_a_real_number_that_differs_is_refused() -> None:
 def test_branches_that_return_different_shapes_are_refused() -> None:
     with pytest.raises(TransformError, match="returns tensors of shapes"):
         vmap(lambda x: x[: int((x > 0).sum())])(BATCH)
+    with pytest.raises(TransformError, match="returns tensors of shapes"):
+        vmap(lambda x: x[x > 0])(BATCH)
     with pytest.raises(TransformError, match="several structures"):
         vmap(lambda x: (x,) if x.sum() > 0 else (x, x))(BATCH)
     with pytest.raises(TransformError, match="out_dims is None"):
@@ -151,6 +192,12 @@ def test_the_users_own_error_handling_is_passed_by() -> None:
             return x * 0
 
     assert torch.equal(vmap(careful)(BATCH), torch.stack([a_choice(x) for x in BATCH]))
+
+
+def test_as_many_places_in_each_sample() -> None:
+    rows = torch.tensor([[1.0, -1, 2, -2], [-3, 4, 5, -1]])
+    assert torch.equal(vmap(lambda x: x[x > 0])(rows), torch.tensor([[1.0, 2], [4, 5]]))
+    assert torch.equal(vmap(lambda x: x.relu().nonzero())(rows), torch.tensor([[[0], [2]], [[1], [2]]]))
 
 
 def test_no_samples() -> None:

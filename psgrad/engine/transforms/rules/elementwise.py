@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from psgrad.engine.transforms.rules.families import aten, broadcasting, cast, elementwise, elementwise_batch, sum_to
 from psgrad.engine.transforms.rules.registry import constant, define
@@ -341,7 +342,12 @@ constant(aten.fill.Scalar, batch=_overwrite_batch)
 def _copied(batch: Any, op: Any, x: torch.Tensor, *, memory_format: Any = None, **kwargs: Any) -> torch.Tensor:
     """A memory format with channels last speaks of a sample's axes: the values are the same without it."""
     keep = memory_format in (None, torch.contiguous_format, torch.preserve_format)
-    return op(batch.physical(x), memory_format=memory_format if keep else None, **kwargs)
+    layout = memory_format if keep else None
+    if not is_non_overlapping_and_dense_or_false(
+        x
+    ):  # of one sample that would be dense, too: whether a reshape of it is a view hangs on that
+        layout = torch.contiguous_format
+    return op(batch.physical(x), memory_format=layout, **kwargs)
 
 
 define(aten._to_copy.default, vjp={0: lambda out, x, **kwargs: _cast_back(x.dtype, x.device)}, linear=(0,), batch=_copied)

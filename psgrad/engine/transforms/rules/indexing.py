@@ -194,14 +194,6 @@ def _sample_places(batch: Any, x: torch.Tensor, indices: Sequence[Any]) -> list[
 
     Where the indices are shared by all samples, the sample axis is simply taken whole.
     """
-    for index in indices:
-        if batch.is_mapped(index) and index.dtype in (torch.bool, torch.uint8):
-            raise TransformError(
-                f"indexing by a mask that differs between samples{diagnostics.where()}",
-                expected="results of one shape for all samples",
-                cause="each sample would keep another number of elements",
-                next_step="use torch.where(mask, x, 0) or multiply by the mask",
-            )
     if not any(batch.is_mapped(index) for index in indices):
         return [None, *indices]
     rank = max(index.dim() for index in indices if index is not None)
@@ -223,7 +215,17 @@ def _restore(out: torch.Tensor, x: torch.Tensor, indices: Sequence[Any]) -> torc
     return out.movedim(len(rank), 0)
 
 
+def _counted(batch: Any, indices: Sequence[Any], *, all_masks: bool = False) -> list[Any]:
+    """The indices with the places where a mask is true instead of it: of masks of each sample's own, or of all."""
+
+    def is_mask(i: Any) -> bool:
+        return i is not None and i.dtype in (torch.bool, torch.uint8) and (all_masks or batch.is_mapped(i))
+
+    return [part for i in indices for part in (i.nonzero().unbind(1) if is_mask(i) else [i])]
+
+
 def _index_batch(batch: Any, op: Op, x: torch.Tensor, indices: Sequence[Any]) -> torch.Tensor:
+    indices = _counted(batch, indices)
     places = _sample_places(batch, x, indices)
     out = op(batch.physical(x), places)
     if places[0] is None:
@@ -251,11 +253,7 @@ def _index_put_batch(
     if chosen is not None:
         return batch.physical(x).copy_(batch.physical(chosen)) if op is aten.index_put_.default else batch.physical(chosen)
     physical = batch.physical(x)
-    if any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
-        _sample_places(batch, x, indices)  # refuses masks that differ between samples
-        indices = [
-            part for i in indices for part in (i.nonzero().unbind(1) if i is not None and i.dtype in (torch.bool, torch.uint8) else [i])
-        ]
+    indices = _counted(batch, indices, all_masks=True)
     full = [
         index if index is not None else torch.arange(x.shape[i], device=x.device)
         for i, index in enumerate([*indices, *[None] * (x.dim() - len(indices))])
@@ -381,12 +379,10 @@ def _depends_on_data(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
 
 
 constant(
-    aten.nonzero.default,
     aten._unique2.default,
     aten.unique_dim.default,
     aten.unique_consecutive.default,
     aten.bincount.default,
-    aten.repeat_interleave.Tensor,
     batch=_depends_on_data,
 )
 

@@ -421,4 +421,14 @@ def write_through(op: Op, base: Any, new: Any, rest: tuple[Any, ...], kwargs: di
         sizes = rest[0]
         start = output * sizes if isinstance(sizes, int) else sum(sizes[:output])
         return aten.slice_scatter.default(base, new, dim, start, start + new.shape[dim], 1)
+    if op in (aten.expand.default, aten.unfold.default):
+        return _write_by_place(op, base, new, rest)
     return write_part(op, base, new)
+
+
+def _write_by_place(op: Op, base: torch.Tensor, new: torch.Tensor, rest: tuple[Any, ...]) -> torch.Tensor | None:
+    """For views in which a place of the base may show several times: right as long as none does."""
+    places = op(torch.arange(base.numel(), device=base.device).reshape(base.shape), *rest).reshape(-1)
+    if places.unique().numel() != places.numel():
+        return None
+    return base.reshape(-1).scatter(0, places, new.reshape(-1)).reshape(base.shape)
