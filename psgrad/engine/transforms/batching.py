@@ -202,7 +202,7 @@ class BatchLevel(AdoptingLevel):
         elif operator.mutated == (0,):
             aten.copy_.default(args[0], out_of_place(op, args, kwargs))
         else:
-            decompose(op, args, kwargs)
+            return decompose(op, args, kwargs)
         for position in operator.mutated:
             written = args[position].value
             if not isinstance(written, Tracer):

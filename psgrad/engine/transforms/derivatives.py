@@ -25,7 +25,7 @@ from psgrad.engine.transforms.operators import (
     reshape_tracer,
     reshapes_in_place,
 )
-from psgrad.engine.transforms.rules.registry import DerivativeRule, decompose, derivative_rule, is_constant, taken_apart
+from psgrad.engine.transforms.rules.registry import DerivativeRule, decompose, decomposition_of, derivative_rule, is_constant, taken_apart
 from psgrad.engine.transforms.rules.views import write_through
 from psgrad.errors import TransformError
 
@@ -201,6 +201,8 @@ class DerivativeLevel(AdoptingLevel):
 
     def _in_place(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operator = facts(op)
+        if operator.mutated != (0,) and not operator.mutated_kwargs and decomposition_of(op) is not None:
+            return decompose(op, args, kwargs)
         if operator.mutated_kwargs or operator.mutated != (0,):
             refuse_mutation(op, "an output argument (out=) or several arguments", "psgrad carries out in-place operators out of place")
         target = args[0]

@@ -29,7 +29,7 @@ AGREEING = (
 )
 
 # Of these, the ones that look at data in a way that can't be asked whether samples agree.
-DEPENDS_ON_DATA = "masked_select unique unique_consecutive nonzero argwhere repeat_interleave "
+DEPENDS_ON_DATA = "unique unique_consecutive "
 
 MAPPED = frozenset({"vmap(grad)", "vmap(vjp)", "vmap(jvp)", "vmap(vjp of vjp)", "vjp of vmap"})
 ALL = MAPPED | {"vjp", "jvp", "vjp of vjp", "jvp of vjp"}
@@ -38,15 +38,13 @@ ALL = MAPPED | {"vjp", "jvp", "vjp of vjp", "jvp of vjp"}
 SHAPE_IN_PLACE = "addbmm as_strided "
 
 # Right as it is; but what is written to the result does not reach the tensor that it is a view of.
-NOT_WRITTEN_THROUGH = "expand_as unfold "
+NOT_WRITTEN_THROUGH = "unfold "
 
 # Everything else.
 OTHERWISE = {
     "as_strided_copy": Refusal("as_strided with size", "reads memory, and that of one sample has another layout", MAPPED - {"vjp of vmap"}),
     "nn.functional.dropout3d": Refusal("squeeze_", "changes a shape in place", ALL - {"vjp of vmap"}),
     "nn.functional.scaled_dot_product_attention": Refusal("can't draw the same", "with dropout", frozenset({"vjp of vmap"})),
-    "float_power": Refusal("writes in place", "right as it is, but not in place"),
-    "floor_divide": Refusal("writes in place", "right as it is, but not in place", frozenset({"vjp", "vmap(vjp)"})),
     "sparse.sampled_addmm": Refusal("layout torch.sparse_csr", "a traced value is dense"),
     "sparse.mm.reduce": Refusal("layout torch.sparse_csr", "a traced value is dense"),
     "resize_": Refusal("resize", "changes how much memory a tensor has", frozenset({"vjp", "vmap(vjp)"})),

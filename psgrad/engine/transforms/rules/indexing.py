@@ -114,6 +114,7 @@ define(
         0: lambda out, x, dim, index, source: lambda g: aten.scatter.value(g, dim, index, 0),
         3: lambda out, x, dim, index, source: lambda g: fit(aten.gather.default(g, dim, index), source.shape),
     },
+    jvp={3: lambda out, x, dim, index, source: lambda t: aten.scatter.src(torch.zeros_like(out), dim, index, t)},
     batch=along,
 )
 define(
@@ -320,6 +321,12 @@ define(
             lambda g: g if accumulate else aten.index_put.default(g, indices, torch.zeros((), dtype=g.dtype, device=g.device), False)
         ),
         2: _index_put_source,
+    },
+    # Of values for one place one is taken, by the kernel; the cotangent goes to all of them, as in PyTorch, the tangent comes from that one.
+    jvp={
+        2: lambda out, x, indices, values, accumulate=False: (
+            lambda t: aten.index_put.default(torch.zeros_like(out), indices, t.to(out.dtype), accumulate)
+        )
     },
     instead=lambda level, args, kwargs: _by_mask(*args, **kwargs),
     batch=_index_put_batch,
