@@ -124,13 +124,21 @@ def _in_place(entry: Any) -> Callable[..., Any] | None:
     return lambda x, *args, **kwargs: entry.gradcheck_wrapper(variant, x.clone(), *args, **kwargs)
 
 
+def _overlaps(view: Tensor) -> bool:
+    """Whether several elements lie at one place: a write to such a view is undefined in PyTorch."""
+    places = torch.zeros((), dtype=torch.int64)
+    for size, stride in zip(view.shape, view.stride(), strict=True):
+        places = places.unsqueeze(-1) + torch.arange(size) * stride
+    return places.unique().numel() < places.numel()
+
+
 def _written_through(entry: Any, sample: Any) -> Callable[..., Any] | None:
     """For a view: what its base becomes when the view is written to, and what another view of that base then says."""
     if not isinstance(sample.input, Tensor) or not entry.supports_autograd:
         return None
     target = sample.input.detach().clone()
     view = entry(target, *sample.args, **sample.kwargs)
-    if not isinstance(view, Tensor) or view is target or not torch._C._is_alias_of(view, target):
+    if not isinstance(view, Tensor) or view is target or not torch._C._is_alias_of(view, target) or _overlaps(view):
         return None
 
     def written(x: Tensor, *args: Any, **kwargs: Any) -> Any:

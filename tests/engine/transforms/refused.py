@@ -35,10 +35,7 @@ MAPPED = frozenset({"vmap(grad)", "vmap(vjp)", "vmap(jvp)", "vmap(vjp of vjp)", 
 ALL = MAPPED | {"vjp", "jvp", "vjp of vjp", "jvp of vjp"}
 
 # Right as it is; in place it changes its target's shape.
-SHAPE_IN_PLACE = "addbmm as_strided "
-
-# Right as it is; but what is written to the result does not reach the tensor that it is a view of.
-NOT_WRITTEN_THROUGH = "unfold "
+SHAPE_IN_PLACE = "addbmm "
 
 # Everything else.
 OTHERWISE = {
@@ -63,7 +60,6 @@ REFUSED = {
     },
     **dict.fromkeys(DEPENDS_ON_DATA.split(), Refusal("between samples", "a number, a branch or a shape that samples disagree on", MAPPED)),
     **dict.fromkeys(SHAPE_IN_PLACE.split(), Refusal("in place", "changes a shape in place")),
-    **dict.fromkeys(NOT_WRITTEN_THROUGH.split(), Refusal("writes in place", "a write through the result, which is a view")),
     **OTHERWISE,
 }
 

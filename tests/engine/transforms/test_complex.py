@@ -12,8 +12,9 @@ from torch import Tensor
 from psgrad.engine.transforms import grad, vmap
 from psgrad.engine.transforms.rules import registry
 from tests.engine.transforms.operators import entries
-from tests.engine.transforms.refused import DEPENDS_ON_DATA, REFUSED, UNJUDGED, UNJUDGED_MAPPED, UNJUDGED_TWICE
-from tests.engine.transforms.sweep import ROWS, TWICE, Verdict, judge
+from tests.engine.transforms.refused import AGREEING, REFUSED, UNJUDGED
+from tests.engine.transforms.sweep import TWICE, Verdict, judge
+from tests.engine.transforms.sweep_table import judged_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of deprecated operators, which are in the database too
 DTYPE = torch.complex128
@@ -24,17 +25,13 @@ WANTED = ["vjp", "vmap(vjp)", "jvp", "vjp of vjp"]
 
 WITHOUT_ORACLE = {**UNJUDGED, "to_sparse": "PyTorch has no derivative of a complex sparse tensor"}
 UNSTABLE = "where the arguments change by 1e-15, PyTorch's second derivative changes by 1e-9, ours by 1e-15"
-WITHOUT_SECOND_ORACLE = {
-    **UNJUDGED_TWICE,
-    **dict.fromkeys(["linalg.householder_product", "svd_lowrank", "pca_lowrank"], UNSTABLE),
-}
+WITHOUT_SECOND_ORACLE = dict.fromkeys(["linalg.householder_product", "svd_lowrank", "pca_lowrank"], UNSTABLE)
 
 
 def verdicts(name: str) -> dict[str, Verdict]:
     entry = DATABASE[name]
-    without_second = name in WITHOUT_SECOND_ORACLE or not entry.supports_gradgrad
-    rows = [row for row in WANTED if not (ROWS[row].mapped and name in UNJUDGED_MAPPED) and not (row in TWICE and without_second)]
-    return judge(entry, rows, equal_samples=name in DEPENDS_ON_DATA.split(), dtype=DTYPE)
+    rows = [row for row in judged_rows(name, entry) if row in WANTED and not (row in TWICE and name in WITHOUT_SECOND_ORACLE)]
+    return judge(entry, rows, equal_samples=name in AGREEING.split(), dtype=DTYPE)
 
 
 @pytest.mark.parametrize("name", [name for name in DATABASE if name not in WITHOUT_ORACLE])
