@@ -2,6 +2,8 @@
 
 PyTorch has no hook for the call. But `Function.apply` looks its next step up in a base class, as an attribute that comes from C; while a
 transform runs, the base class has one of its own, ours, which also reaches functions that were bound before (`f = MyFunction.apply`).
+Since PyTorch 2.15 `Function.apply` comes from C itself and is what has to be ours: one that was bound before stays PyTorch's, and is
+refused as soon as its backward would be needed.
 
 A Function must be written with `setup_context`, as torch.func demands too: else what its forward keeps for the backward belongs to a
 floor that is not known yet. One without is left to PyTorch, and refused as soon as its backward would be needed.
@@ -9,6 +11,7 @@ floor that is not known yet. One without is left to PyTorch, and refused as soon
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -25,6 +28,8 @@ from psgrad.errors import TransformError
 
 _Base: Any = next(kind for kind in torch._C._FunctionBase.__subclasses__() if kind.__name__ == "_SingleLevelFunction")
 _Function: Any = next(kind for kind in _Base.__subclasses__() if kind.__name__ == "Function")
+_IN_TWO_STEPS = isinstance(vars(_Function)["apply"], classmethod)  # the first in Python, which completes the arguments
+_Host: Any = _Base if _IN_TWO_STEPS else _Function
 
 
 class Context:
@@ -233,9 +238,18 @@ def _once(name: str, backward: Callable[..., Any], context: Context, cotangents:
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    if state.stack and cls.setup_context is not _Base.setup_context and not kwargs:
-        return applied(cls, args)
+    if state.stack and cls.setup_context is not _Base.setup_context:
+        full, by_keyword = (args, kwargs) if _IN_TWO_STEPS else _completed(cls.forward, args, kwargs)
+        if not by_keyword:
+            return applied(cls, full)
     return super(_Base, cls).apply(*args, **kwargs)
+
+
+def _completed(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with their defaults, those by keyword in their places."""
+    bound = inspect.signature(forward).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.args, bound.kwargs
 
 
 class _Interception(AbstractContextManager[None]):
@@ -244,18 +258,22 @@ class _Interception(AbstractContextManager[None]):
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.running = 0
+        self.own = vars(_Host).get("apply")
 
     def __enter__(self) -> None:
         with self.lock:
             if self.running == 0:
-                _Base.apply = classmethod(_apply)
+                _Host.apply = classmethod(_apply)
             self.running += 1
 
     def __exit__(self, *error: Any) -> None:
         with self.lock:
             self.running -= 1
             if self.running == 0:
-                del _Base.apply
+                if self.own is None:
+                    del _Host.apply
+                else:
+                    _Host.apply = self.own
 
 
 switches.append(_Interception())

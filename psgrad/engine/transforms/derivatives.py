@@ -129,7 +129,8 @@ class DerivativeLevel(AdoptingLevel):
                     f"torch.autograd.Function {name} is used in the transformed function{diagnostics.where()}",
                     expected="operators that psgrad sees; the backward of such a Function is invisible to it",
                     cause="the gradient that passes through the Function would be another than its backward's, without a word",
-                    next_step="write the computation with ordinary tensor operations (for a checkpoint: use_reentrant=False)",
+                    next_step="give it a setup_context, and call it by its class, not by a name that `apply` was bound to before; or write "
+                    "the computation with ordinary tensor operations (for a checkpoint: use_reentrant=False)",
                 )
         if not follows:
             # Composite operators may return views or write in place: taken apart, their pieces are handled one by one.
