@@ -49,7 +49,7 @@ def jacrev(
         trees = []
         for number, y in enumerate(outputs):
             start = sum(other.numel() for other in outputs[:number])
-            parts = [block.narrow(0, start, y.numel()).reshape(*y.shape, *x.shape) for block, x in zip(blocks, inputs, strict=True)]
+            parts = [block.narrow(0, start, y.numel()).reshape((*y.shape, *x.shape)) for block, x in zip(blocks, inputs, strict=True)]
             trees.append(_tree_of(parts, in_spec, argnums))
         result = tree_unflatten(trees, out_spec)
         return (result, aux) if has_aux else result
@@ -86,7 +86,7 @@ def jacfwd(
         for block, shape in zip(blocks, seen["shapes"], strict=True):  # [*output, elements of all inputs]
             parts, start = [], 0
             for x in inputs:
-                parts.append(block.narrow(-1, start, x.numel()).reshape(*shape, *x.shape))
+                parts.append(block.narrow(-1, start, x.numel()).reshape((*shape, *x.shape)))
                 start += x.numel()
             trees.append(_tree_of(parts, in_spec, argnums))
         result = tree_unflatten(trees, seen["spec"])

@@ -71,13 +71,13 @@ elementwise(aten.remainder.Scalar, x0=lambda out, x, y: lambda g: g)
 elementwise(aten.fmod.Tensor, x0=lambda out, x, y: lambda g: g, x1=lambda out, x, y: lambda g: -g * torch.trunc(x / y))
 elementwise(aten.remainder.Tensor, x0=lambda out, x, y: lambda g: g, x1=lambda out, x, y: lambda g: -g * torch.floor(x / y))
 # At a tie the maximum of two equal numbers gives each half of the cotangent, as PyTorch does.
-elementwise(aten.maximum.default, x0=lambda out, x, y: lambda g: g * _share(x, y), x1=lambda out, x, y: lambda g: g * _share(y, x))
-elementwise(aten.minimum.default, x0=lambda out, x, y: lambda g: g * _share(y, x), x1=lambda out, x, y: lambda g: g * _share(x, y))
+elementwise(aten.maximum.default, x0=lambda out, x, y: lambda g: _share(g, x, y), x1=lambda out, x, y: lambda g: _share(g, y, x))
+elementwise(aten.minimum.default, x0=lambda out, x, y: lambda g: _share(g, y, x), x1=lambda out, x, y: lambda g: _share(g, x, y))
 elementwise(aten.xlogy.Tensor, x0=lambda out, x, y: lambda g: g * _log_where(x, y), x1=lambda out, x, y: lambda g: g * x / y)
 elementwise(aten.where.self, x1=lambda out, c, x, y: lambda g: _where0(c, g), x2=lambda out, c, x, y: lambda g: _where0(~c, g))
-elementwise(aten.clamp.default, x0=lambda out, x, low=None, high=None: lambda g: g * _inside(x, low, high, g.dtype))
-elementwise(aten.clamp_min.default, x0=lambda out, x, low: lambda g: g * _inside(x, low, None, g.dtype))
-elementwise(aten.clamp_max.default, x0=lambda out, x, high: lambda g: g * _inside(x, None, high, g.dtype))
+elementwise(aten.clamp.default, x0=lambda out, x, low=None, high=None: lambda g: _where0(_inside(x, low, high), g))
+elementwise(aten.clamp_min.default, x0=lambda out, x, low: lambda g: _where0(x >= low, g))
+elementwise(aten.clamp_max.default, x0=lambda out, x, high: lambda g: _where0(x <= high, g))
 elementwise(aten.hardtanh.default, x0=lambda out, x, low=-1, high=1: lambda g: aten.hardtanh_backward(g, x, low, high))
 elementwise(aten.masked_fill.Scalar, x0=lambda out, x, mask, value: lambda g: aten.masked_fill.Scalar(g, mask, 0))
 elementwise(
@@ -156,10 +156,9 @@ def _pow_exponent(g: torch.Tensor, out: torch.Tensor, base: Any, x: torch.Tensor
     return g * out * (math.log(base) if base > 0 else math.nan)
 
 
-def _share(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """1 where x > y or one of them is nan, one half where they are equal, else 0."""
-    dtype = torch.promote_types(x.dtype, y.dtype)
-    return 1 - (cast(x < y, dtype) + cast(x <= y, dtype)) / 2
+def _share(g: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """All of it where x > y or one of them is nan, one half where they are equal, else nothing."""
+    return _where0(~(x < y), torch.where(x == y, g / 2, g))
 
 
 def _log_where(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -167,15 +166,14 @@ def _log_where(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def _where0(condition: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    """g where the condition holds, else 0: also where g is infinite or nan, which a product with 0 would make nan."""
     return torch.where(condition, g, torch.zeros((), dtype=g.dtype, device=g.device))
 
 
-def _inside(x: torch.Tensor, low: Any, high: Any, dtype: torch.dtype) -> torch.Tensor:
+def _inside(x: torch.Tensor, low: Any, high: Any) -> torch.Tensor:
     if low is None:
-        return cast(x <= high, dtype)
-    if high is None:
-        return cast(x >= low, dtype)
-    return cast((x >= low) & (x <= high), dtype)
+        return x <= high
+    return x >= low if high is None else (x >= low) & (x <= high)
 
 
 # -- functions of one variable --------------------------------------------------------------------------------------------------

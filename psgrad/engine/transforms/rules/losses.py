@@ -92,7 +92,11 @@ class _Labels:
     def losses(self, log_probabilities: torch.Tensor) -> torch.Tensor:
         """One a position; zero where the label is ignored, whatever stands there."""
         picked = torch.gather(log_probabilities, self.axis, self.labels).squeeze(self.axis)
-        return torch.where(self.counted, -picked * self.weights, 0)
+        return self.counted_only(-picked * self.weights)
+
+    def counted_only(self, each: torch.Tensor) -> torch.Tensor:
+        """Zero where the label is ignored: also where all are, and the mean of none is nan."""
+        return torch.where(self.counted, each, 0)
 
 
 @replace(aten.nll_loss_backward.default)
@@ -102,7 +106,7 @@ def _nll_loss_backward(
 ) -> torch.Tensor:
     axis = 0 if x.dim() == 1 else 1
     labels = _Labels(target, weight, ignore_index, axis, x.dtype)
-    each = -g * labels.weights / total if reduction == 1 else -g * labels.weights
+    each = labels.counted_only(-g * labels.weights / total if reduction == 1 else -g * labels.weights)
     return torch.zeros_like(x).scatter(axis, labels.labels, each.unsqueeze(axis))
 
 
@@ -125,7 +129,7 @@ def _nll_backward_batch(
     each = -cotangents * labels.weights
     if reduction == 1:
         each = each / batch.aligned(total, labels.weights.dim() - 1)
-    return torch.zeros_like(values).scatter(labels.axis, labels.labels, each.unsqueeze(labels.axis))
+    return torch.zeros_like(values).scatter(labels.axis, labels.labels, labels.counted_only(each).unsqueeze(labels.axis))
 
 
 def _physical_labels(batch: Any, x: torch.Tensor, target: torch.Tensor, weight: Any, ignore_index: int) -> tuple[torch.Tensor, _Labels]:
@@ -171,9 +175,35 @@ def _smooth_l1_loss(x: torch.Tensor, y: torch.Tensor, reduction: int = 1, beta: 
 
 @replace(aten.binary_cross_entropy.default)
 def _binary_cross_entropy(x: torch.Tensor, y: torch.Tensor, weight: Any = None, reduction: int = 1) -> torch.Tensor:
-    # PyTorch's kernel clamps the logarithms at -100
-    loss = -(y * torch.log(x).clamp(min=-100) + (1 - y) * torch.log1p(-x).clamp(min=-100))
+    """The loss of each element, for which there are rules, weighted and reduced."""
+    loss = aten.binary_cross_entropy.default(x, y, None, 0)
     return reduced(loss if weight is None else loss * weight, reduction)
+
+
+def _is_whole(weight: Any = None, reduction: int = 1) -> bool:
+    return weight is not None or reduction != 0
+
+
+def _binary_cross_entropy_instead(level: Any, args: Any, kwargs: Any) -> Any:
+    return _binary_cross_entropy(*args, **kwargs) if _is_whole(*args[2:], **kwargs) else None
+
+
+def _binary_cross_entropy_batch(batch: Any, op: Op, x: torch.Tensor, y: torch.Tensor, *rest: Any, **kwargs: Any) -> torch.Tensor:
+    if _is_whole(*rest, **kwargs):
+        return _binary_cross_entropy(x, y, *rest, **kwargs)
+    return op(batch.physical(x), batch.physical(y), None, 0)
+
+
+# PyTorch's kernel clamps the logarithms at -100 and, in the derivative, the denominator: probabilities that are 0 or 1 have one.
+define(
+    aten.binary_cross_entropy.default,
+    vjp={
+        0: lambda out, x, y, weight, reduction: lambda g: g * (x - y) / ((1 - x) * x).clamp(min=1e-12),
+        1: lambda out, x, y, weight, reduction: lambda g: g * (torch.log1p(-x).clamp(min=-100) - torch.log(x).clamp(min=-100)),
+    },
+    instead=_binary_cross_entropy_instead,
+    batch=_binary_cross_entropy_batch,
+)
 
 
 @replace(aten.binary_cross_entropy_with_logits.default)

@@ -100,8 +100,8 @@ def _max_all_back(out: torch.Tensor, x: torch.Tensor) -> Any:
     shape = x.shape
 
     def back(g: torch.Tensor) -> torch.Tensor:
-        hit = cast((x == out) | (x.isnan() & out.isnan()), g.dtype)
-        return hit * (g / hit.sum())
+        hit = (x == out) | (x.isnan() & out.isnan())
+        return torch.where(hit, g / hit.sum(), 0)
 
     return back if len(shape) else lambda g: g
 
@@ -311,6 +311,12 @@ def _var_mean_back(out: Any, x: torch.Tensor, dims: Any = None, *, correction: A
 define(aten.var.correction, vjp={0: _var_back}, batch=by_axes)
 define(aten.std.correction, vjp={0: _std_back}, batch=by_axes)
 define(aten.var_mean.correction, vjp={0: _var_mean_back}, batch=by_axes)
+
+
+@replace(aten.std_mean.correction)
+def _std_mean(x: torch.Tensor, dims: Any = None, *, correction: Any = 1, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """PyTorch's tables take the root of the variance, whose derivative at zero is none."""
+    return aten.std.correction(x, dims, correction=correction, keepdim=keepdim), aten.mean.dim(x, dims, keepdim)
 
 
 def _norm_back(out: torch.Tensor, x: torch.Tensor, order: Any = 2, dims: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
