@@ -306,12 +306,12 @@ def test_a_model_that_raises(workplace: Workplace) -> None:
 
 
 def test_an_operator_without_a_rule(workplace: Workplace) -> None:
-    workplace.use_model(linear_model("u, s, v = torch.linalg.svd(self.layer.weight, full_matrices=False)", "return x @ (u * s @ v).t()"))
-    workplace.refused(3, "svd has no rule", "model.py:", "docs/adding-an-operator.md")
+    workplace.use_model(linear_model("weight = torch.geqrf(self.layer.weight)[0]", "return x @ weight.t()"))
+    workplace.refused(3, "geqrf has no rule", "model.py:", "docs/adding-an-operator.md")
 
 
-def test_a_branch_that_depends_on_the_data(workplace: Workplace) -> None:
-    workplace.use_model(linear_model("y = self.layer(x)", "return y if y.sum() > 0 else -y"))
+def test_a_number_that_depends_on_the_data(workplace: Workplace) -> None:
+    workplace.use_model(linear_model("y = self.layer(x)", "return y * y.sum().item()"))
     workplace.refused(3, "differs between samples", "model.py:", "torch.where")
 
 

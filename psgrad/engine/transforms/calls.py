@@ -143,8 +143,8 @@ def program_on(*values: Any) -> Iterator[None]:
 def witnessed(level: GradLevel) -> Iterator[None]:
     """A record that outlives its function watches also what a call uses, whose operators it does not record."""
     before = state.witnesses
-    if level.needed is not None:
-        state.witnesses = (*before, level.remember)
+    if (kept := level.kept) is not None:
+        state.witnesses = (*before, lambda args, kwargs: kept.need(tensors_in(args, kwargs)))
     try:
         yield
     finally:

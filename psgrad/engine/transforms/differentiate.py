@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.derivatives import DerivativeLevel
-from psgrad.engine.transforms.levels import rules_only
+from psgrad.engine.transforms.levels import rules_only, state
 from psgrad.engine.transforms.record import Node, pull_back
 from psgrad.engine.transforms.reverse import GradLevel, GradTracer
 from psgrad.errors import TransformError
@@ -97,6 +97,8 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     returns a tuple, one entry a primal; it may be called any number of times, under any other transform.
     """
     level = GradLevel(outlives_body=True)
+    kept = level.kept
+    assert kept is not None
     with level.body(grad_mode=True):
         traced, leaves, specs = _trace_arguments(level, primals, tuple(range(len(primals))))
         starts = [_Place.of(leaf) for leaf in leaves]
@@ -113,6 +115,7 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
         values = [lower(level, item) for item in flat]
         ends = [_Place.of(item) if level.owns(item) else _Place(None, 0) for item in flat]
         aux = tree_map(lambda x: lower(level, x), aux)
+        kept.see(x for x in (*values, *tree_flatten(aux)[0]) if isinstance(x, torch.Tensor))
 
     def vjp_fn(cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None) -> Any:
         given, spec = tree_flatten(cotangents)
@@ -126,7 +129,10 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
                     f"a cotangent of shape {tuple(cotangent.shape)} for an output of shape {tuple(value.shape)}",
                     expected="cotangents shaped like the outputs",
                 )
-        level.check_unchanged()
+        kept.check()
+        for outer in state.stack:
+            if isinstance(outer, GradLevel) and outer.kept is not None:
+                outer.kept.depend_on(kept)
         found = pull_back(list(zip(ends, given, strict=True)), [start.node for start in starts], keep=True, attached=level.attached)
         gradients = [_zeros_like(x) if g is None else g for g, x in zip(found, primals_flat, strict=True)]
         return tuple(_unflatten(gradients, specs))

@@ -18,9 +18,10 @@ from __future__ import annotations
 import itertools
 import math
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
@@ -28,6 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.operators import RANDOM_COMPOSITES, Op, facts, is_random, refuse_mutation
 from psgrad.errors import TransformError
+
+if TYPE_CHECKING:
+    from psgrad.engine.transforms.kept import Kept
 
 
 class _State(threading.local):
@@ -51,6 +55,8 @@ class _State(threading.local):
         self.witnesses: tuple[Callable[[Any, Any], None], ...] = ()
         # Told of each generator that draws: those who will run a function again with the same draws.
         self.draws: tuple[Callable[[Any], None], ...] = ()
+        # What is needed by records that are used later (see kept.py): told of what is written to.
+        self.kept: weakref.WeakSet[Kept] = weakref.WeakSet()
 
 
 state = _State()
@@ -349,14 +355,15 @@ def users_program() -> Iterator[None]:
 def read_only(values: Iterable[Any]) -> Iterator[None]:
     """Values that a function of the user's must leave as they are, as they, or their memory, are used elsewhere."""
     before = state.read_only
-    state.read_only = before | {_memory(x) for x in values if isinstance(x, torch.Tensor)}
+    state.read_only = before | {memory_of(x) for x in values if isinstance(x, torch.Tensor)}
     try:
         yield
     finally:
         state.read_only = before
 
 
-def _memory(tensor: torch.Tensor) -> int:
+def memory_of(tensor: torch.Tensor) -> int:
+    """The memory under all tracers; two views of one tensor have the same."""
     value = innermost(tensor)
     if not isinstance(value, torch.Tensor):
         return id(value)
@@ -364,13 +371,18 @@ def _memory(tensor: torch.Tensor) -> int:
         return value.untyped_storage()._cdata
 
 
-def _refuse_writes(op: Op, args: Any, kwargs: dict[str, Any]) -> None:
+def _written(op: Op, args: Any, kwargs: dict[str, Any]) -> list[Any]:
+    """What `op` writes to."""
     operator = facts(op)
-    for target in [
+    return [
         *(args[position] for position in operator.mutated),
         *(kwargs[name] for name in operator.mutated_kwargs if name in kwargs),
-    ]:
-        if isinstance(target, torch.Tensor) and _memory(target) in state.read_only:
+    ]
+
+
+def _refuse_writes(op: Op, args: Any, kwargs: dict[str, Any]) -> None:
+    for target in _written(op, args, kwargs):
+        if isinstance(target, torch.Tensor) and memory_of(target) in state.read_only:
             refuse_mutation(
                 op,
                 "an argument of a function with a derivative of its own (custom_vjp, checkpoint, autograd.Function), or a cotangent",
@@ -410,6 +422,10 @@ def _hand_on(level: Level | None, op: Op, args: tuple[Any, ...], kwargs: dict[st
     if level is _DEAD:
         args, kwargs = map_tracers(resurrect, args), map_tracers(resurrect, kwargs)
         return interpret(op, args, kwargs, below) if top_level(args, kwargs) is not None else op(*args, **kwargs)
+    if state.kept:
+        for target in _written(op, args, kwargs):
+            for kept in state.kept:
+                kept.written(target)
     if not is_random(op, args, kwargs):
         return op(*args, **kwargs) if level is None else level.process(op, args, kwargs)
     for told in state.draws:

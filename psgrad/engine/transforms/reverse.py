@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from psgrad.engine.transforms.derivatives import DerivativeLevel, DerivativeTracer, Position
-from psgrad.engine.transforms.levels import Tracer, innermost, rewritten, tensors_in
-from psgrad.engine.transforms.operators import Op
+from psgrad.engine.transforms.kept import Kept
+from psgrad.engine.transforms.levels import Tracer, rewritten, tensors_in
+from psgrad.engine.transforms.operators import Op, facts
 from psgrad.engine.transforms.record import Closure, Edge, Node
 from psgrad.engine.transforms.rules.registry import DerivativeRule, JointVJP
-from psgrad.errors import TransformError
 
 
 class GradTracer(DerivativeTracer):
@@ -46,7 +45,7 @@ class GradLevel(DerivativeLevel):
     def __init__(self, *, outlives_body: bool = False) -> None:
         """outlives_body: whether the record is used after the function has ended, when its values may have been written to."""
         super().__init__()
-        self.needed: list[tuple[weakref.ref[torch.Tensor], int]] | None = [] if outlives_body else None
+        self.kept = Kept() if outlives_body else None
         # What the caller does not want to be recorded is not recorded below either.
         self.callers_grad_mode = torch.is_grad_enabled()
 
@@ -65,6 +64,11 @@ class GradLevel(DerivativeLevel):
         with torch.set_grad_enabled(False):
             return super().lower(op, values, kwargs)
 
+    def lower_untraced(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.kept is not None and facts(op).is_view:
+            self.kept.see(args[:1])
+        return super().lower_untraced(op, args, kwargs)
+
     def apply(self, rule: DerivativeRule, op: Op, args: Any, kwargs: Any, inputs: list[tuple[Position, Any]]) -> Any:
         result = self.lower(op, args, kwargs)
         node = self._record(rule, inputs, result, args, kwargs)
@@ -81,8 +85,10 @@ class GradLevel(DerivativeLevel):
 
     def _record(self, rule: DerivativeRule, inputs: Sequence[tuple[Position, Any]], result: Any, values: Any, kwargs: Any) -> Node | None:
         node = Node(len(result) if isinstance(result, (tuple, list)) else None)
-        if self.needed is not None:
-            self.remember(values, kwargs)
+        if self.kept is not None:
+            self.kept.need(tensors_in(values, kwargs))
+            if not all((position if isinstance(position, int) else position[0]) in rule.linear for position, _ in inputs):
+                self.kept.need(tensors_in((result,), {}))
         grad_mode = torch.is_grad_enabled()
         torch._C._set_grad_enabled(self.callers_grad_mode)
         try:
@@ -111,23 +117,3 @@ class GradLevel(DerivativeLevel):
             self._place(x, None if i in constant or not node.edges else node, i) if isinstance(x, torch.Tensor) else x
             for i, x in enumerate(outs)
         ]
-
-    # -- a record that is used later ------------------------------------------------------------------------------------
-
-    def check_unchanged(self) -> None:
-        """Refuse to go back where a value that the record may need was written to since: PyTorch counts the writes."""
-        for reference, version in self.needed or ():
-            value = reference()
-            if value is not None and value._version != version:
-                raise TransformError(
-                    f"a tensor of shape {tuple(value.shape)} that vjp's function used was changed in place before vjp_fn was called",
-                    cause="an optimiser's step, or another operator that ends in an underscore",
-                    next_step="call vjp_fn before the change, or give the function a clone",
-                )
-
-    def remember(self, values: Any, kwargs: Any) -> None:
-        """Watch the tensors that the pass back may need."""
-        assert self.needed is not None
-        for tensor in map(innermost, tensors_in(values, kwargs)):
-            if isinstance(tensor, torch.Tensor) and not tensor.is_inference():
-                self.needed.append((weakref.ref(tensor), tensor._version))

@@ -83,11 +83,6 @@ def test_one_column_where_a_mask_of_columns_says() -> None:
     assert_like_the_loop(write, X, MASKS[:, 0], torch.randn(4, 3, 1, dtype=torch.float64), argnums=(0, 2))
 
 
-def test_many_values_where_a_mask_of_each_sample_says_are_refused() -> None:
-    with pytest.raises(TransformError, match="mask that differs between samples"):
-        vmap(_write, in_dims=(0, 0, None))(X, MASKS, torch.ones(7, dtype=torch.float64))
-
-
 def test_elements_in_turn_to_the_places_of_a_mask() -> None:
     source = torch.randn(4, 15, dtype=torch.float64)
     assert_like_the_loop(lambda x, mask, s: (x.masked_scatter(mask, s) ** 3).sum(), X, MASKS, source, argnums=(0, 2))

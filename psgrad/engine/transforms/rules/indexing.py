@@ -322,7 +322,7 @@ define(
         ),
         2: _index_put_source,
     },
-    # Of values for one place one is taken, by the kernel; the cotangent goes to all of them, as in PyTorch, the tangent comes from that one.
+    # Of values for one place the kernel takes one: the cotangent goes to all of them, as in PyTorch, the tangent comes from that one.
     jvp={
         2: lambda out, x, indices, values, accumulate=False: (
             lambda t: aten.index_put.default(torch.zeros_like(out), indices, t.to(out.dtype), accumulate)
