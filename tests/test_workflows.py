@@ -333,6 +333,25 @@ def test_train_mode_without_anything_random_is_checked(quick: Workplace) -> None
     assert quick.manifest()["self_check"]["samples"] == 3
 
 
+@pytest.mark.parametrize("chunk_size", [1, 5, 24])
+def test_a_model_that_branches_on_its_data(quick: Workplace, chunk_size: int) -> None:
+    quick.use_loss(
+        textwrap.dedent("""
+            def loss(output, target):
+                if output[0] > output[1]:
+                    return torch.nn.functional.cross_entropy(output, target)
+                return output[output < output.mean()].square().sum()
+        """)
+    )
+    quick.succeeded("--set", f"engine.chunk_size={chunk_size}")
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output, target) if output[0] > output[1] else output[output < output.mean()].square().sum()
+
+    inputs, target = torch.from_numpy(quick.arrays["x"]), torch.from_numpy(quick.arrays["y"])
+    np.testing.assert_allclose(quick.samples()["grad_norm"], norms_by_loop(quick.model, loss, inputs, target), rtol=1e-5)
+
+
 def test_labels_to_ignore_and_class_weights(quick: Workplace) -> None:
     labels = quick.arrays["y"].copy()
     labels[4] = -1
