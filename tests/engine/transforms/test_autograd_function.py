@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,20 +14,13 @@ from torch.autograd.function import once_differentiable
 
 from psgrad.engine import transforms
 from psgrad.engine.transforms import grad, hessian, jvp, vjp, vmap
-from psgrad.engine.transforms.levels import state
 from psgrad.errors import TransformError
 from tests.engine.transforms.nests import NESTS, WEIGHTS, YS, X, Y, agree, plain, weighted
 
 BASE = torch.autograd.Function.__mro__[1]
 
 
-@pytest.fixture(autouse=True)
-def _float64_and_nothing_left_behind() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-    assert state.stack == []
-    assert "apply" not in vars(BASE)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def slopes(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

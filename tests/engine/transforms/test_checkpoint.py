@@ -14,20 +14,11 @@ from torch.nn import functional as F
 from psgrad.engine import transforms
 from psgrad.engine.gradients import per_sample_gradients
 from psgrad.engine.transforms import checkpoint, custom_vjp, functional_call, grad, grad_and_value, vjp, vmap
-from psgrad.engine.transforms.levels import Tracer, state
+from psgrad.engine.transforms.levels import Tracer
 from psgrad.errors import TransformError
 from tests.engine.transforms.nests import NESTS, YS, X, Y, agree, plain
 
-
-@pytest.fixture(autouse=True)
-def _float64_and_nothing_left_behind() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-    assert state.stack == []
-    assert not state.read_only
-    assert not state.draws
-    assert not state.interpreting
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

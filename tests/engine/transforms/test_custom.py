@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,20 +13,10 @@ from torch import Tensor
 
 from psgrad.engine import transforms
 from psgrad.engine.transforms import custom_jvp, custom_vjp, custom_vmap, grad, hessian, jacfwd, jvp, vjp, vmap
-from psgrad.engine.transforms.levels import state
 from psgrad.errors import TransformError
 from tests.engine.transforms.nests import NESTS, WEIGHTS, YS, X, Y, agree, plain, weighted
 
-
-@pytest.fixture(autouse=True)
-def _float64_and_nothing_left_behind() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-    assert state.stack == []
-    assert not state.read_only
-    assert not state.draws
-    assert not state.interpreting
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def slopes(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

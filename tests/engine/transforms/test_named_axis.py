@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,18 +29,10 @@ from psgrad.engine.transforms import (
     vjp,
     vmap,
 )
-from psgrad.engine.transforms.levels import state
 from psgrad.errors import TransformError
 from tests.engine.transforms.nests import agree
 
-
-@pytest.fixture(autouse=True)
-def _float64_and_nothing_left_behind() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(torch.float32)
-    assert state.stack == []
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 # Each collective in a loss of one sample [3], and the same for all samples [n, 3].

@@ -1,0 +1,33 @@
+"""What every test of transforms is held to: nothing of a transform is left behind, whatever happened in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from psgrad.engine.transforms.levels import state
+
+FUNCTION_BASE = torch.autograd.Function.__mro__[1]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind() -> Iterator[None]:
+    yield
+    assert state.stack == []
+    assert not state.interpreting
+    assert not state.read_only
+    assert not state.draws
+    assert state.outside is None
+    assert "apply" not in vars(FUNCTION_BASE)
+    assert torch.is_grad_enabled()
+    assert torch.backends.mha.get_fastpath_enabled()
+    assert torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None
+
+
+@pytest.fixture
+def float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
