@@ -227,7 +227,7 @@ class BatchLevel(AdoptingLevel):
         if self.randomness == "same":
             if mapped and mutated and (shared := shared_draw(op)) is not None:
                 return aten.copy_.default(args[0], shared(self._draw_below, op, *args, **kwargs))
-            if mapped and mutated:
+            if mutated and self.owns(args[0]) and not any(self.owns(a) for a in args[1:]):
                 # one draw for all: drawn without the axis, then written to every sample
                 target = self.batch.physical(args[0])
                 drawn = torch.empty_like(target[0]) if self.size else torch.empty(args[0].shape)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms.derivatives import DerivativeLevel, DerivativeTracer, Position
-from psgrad.engine.transforms.levels import Level, rewritten
+from psgrad.engine.transforms.levels import Level, meet, rewritten
 from psgrad.engine.transforms.operators import Op, aten
 from psgrad.engine.transforms.record import pull_back
 from psgrad.engine.transforms.reverse import GradLevel
@@ -53,6 +53,8 @@ class ForwardLevel(DerivativeLevel):
     """Forward-mode differentiation along the tangents that its tracers were made with."""
 
     def dual(self, value: torch.Tensor, tangent: torch.Tensor | None) -> ForwardTracer:
+        if tangent is not None:
+            meet(tangent)
         return ForwardTracer(value, self, tangent)
 
     def constant(self, value: torch.Tensor) -> ForwardTracer:
@@ -65,13 +67,17 @@ class ForwardLevel(DerivativeLevel):
         result = self.lower(op, args, kwargs)
         inputs = [(position, x) for position, x in inputs if x.dtype.is_floating_point or x.dtype.is_complex]
         if not isinstance(result, (tuple, list)):
-            return ForwardTracer(result, self, self._tangents([result], rule, op, result, args, kwargs, inputs)[0])
+            return self._place(result, self._tangents([result], rule, op, result, args, kwargs, inputs)[0])
         tangents = self._tangents(result, rule, op, result, args, kwargs, inputs)
         tracers = [
-            ForwardTracer(item, self, tangent) if isinstance(item, torch.Tensor) else item
-            for item, tangent in zip(result, tangents, strict=True)
+            self._place(item, tangent) if isinstance(item, torch.Tensor) else item for item, tangent in zip(result, tangents, strict=True)
         ]
         return tracers if isinstance(result, list) else tuple(tracers)
+
+    def _place(self, result: torch.Tensor, tangent: torch.Tensor | None) -> ForwardTracer:
+        """A whole number has no derivative: a linear operator (a cast) would take it from the tangent as from the value."""
+        differentiable = result.dtype.is_floating_point or result.dtype.is_complex
+        return ForwardTracer(result, self, tangent if differentiable else None)
 
     def _tangents(self, results: Any, rule: DerivativeRule, op: Op, out: Any, args: Any, kwargs: Any, inputs: Any) -> list[Any]:
         """The tangents of an operator's results: the sum of what each input adds."""

@@ -185,9 +185,9 @@ class Level:
         with ExitStack() as exits:
             if not state.stack:
                 exits.enter_context(_attachable(attach and torch.is_grad_enabled()))
-            exits.enter_context(torch.inference_mode(False))
-            if grad_mode is not None:
-                exits.enter_context(torch.set_grad_enabled(grad_mode))
+            grad_mode = torch.is_grad_enabled() if grad_mode is None else grad_mode
+            exits.enter_context(torch.inference_mode(False))  # which switches recording on
+            exits.enter_context(torch.set_grad_enabled(grad_mode))
             exits.enter_context(below_autograd())
             for switch in switches:
                 exits.enter_context(switch)
@@ -422,7 +422,7 @@ def _hand_on(level: Level | None, op: Op, args: tuple[Any, ...], kwargs: dict[st
     if level is _DEAD:
         args, kwargs = map_tracers(resurrect, args), map_tracers(resurrect, kwargs)
         return interpret(op, args, kwargs, below) if top_level(args, kwargs) is not None else op(*args, **kwargs)
-    if state.kept:
+    if state.kept and op is not torch.ops.aten.detach_.default:  # which torch.tensor(..) ends with, and which leaves the values alone
         for target in _written(op, args, kwargs):
             for kept in state.kept:
                 kept.written(target)

@@ -93,6 +93,10 @@ constant(
     batch=draw_like,
 )
 constant(
+    aten.bernoulli_.Tensor,
+    batch=lambda batch, op, x, p, **kwargs: op(batch.physical(x), batch.aligned(p, x.dim()), **kwargs),
+)
+constant(
     aten.bernoulli.p,
     aten.uniform.default,
     aten.normal_functional.default,
@@ -107,8 +111,8 @@ constant(
     same=draw_like_one,
 )
 constant(aten.rand.default, aten.randn.default, aten.rand.generator, aten.randn.generator, batch=draw_shape(0))
-constant(aten.randint.default, aten.normal.float_float, batch=draw_shape(1))
-constant(aten.randint.low, batch=draw_shape(2))
+constant(aten.randint.default, batch=draw_shape(1))
+constant(aten.randint.low, aten.normal.float_float, batch=draw_shape(2))
 
 
 def normal_alike(draw: Any, op: Op, mean: Any, std: Any = 1.0, generator: Any = None) -> torch.Tensor:
@@ -137,6 +141,12 @@ def multinomial_alike(draw: Any, op: Op, p: torch.Tensor, count: int, replacemen
 
 constant(aten.normal.Tensor_Tensor, aten.normal.Tensor_float, aten.normal.float_Tensor, batch=draw_with_parameters, same=normal_alike)
 constant(aten.bernoulli.default, batch=draw_with_parameters, same=bernoulli_alike)
+define(  # drawn as a function of uniform numbers, by which it has a derivative in its parameter
+    aten._standard_gamma.default,
+    vjp={0: lambda out, a, generator=None: lambda g: g * aten._standard_gamma_grad.default(a, out)},
+    batch=draw_with_parameters,
+)
+define(aten._standard_gamma_grad.default, batch=lambda batch, op, a, out: op(batch.physical(a), batch.physical(out)))
 constant(aten.poisson.default, aten.binomial.default, aten._sample_dirichlet.default, batch=draw_with_parameters)
 constant(
     aten.randperm.default,
