@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.derivatives import DerivativeLevel
+from psgrad.engine.transforms.kept import Kept
 from psgrad.engine.transforms.levels import rules_only, state
 from psgrad.engine.transforms.record import Node, pull_back
 from psgrad.engine.transforms.reverse import GradLevel, GradTracer
@@ -96,9 +97,8 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     Returns (value, vjp_fn), with `has_aux` (value, vjp_fn, aux). `vjp_fn(cotangents)` takes a pytree shaped like the value and
     returns a tuple, one entry a primal; it may be called any number of times, under any other transform.
     """
-    level = GradLevel(outlives_body=True)
-    kept = level.kept
-    assert kept is not None
+    kept = Kept()
+    level = GradLevel(kept)
     with level.body(grad_mode=True):
         traced, leaves, specs = _trace_arguments(level, primals, tuple(range(len(primals))))
         starts = [_Place.of(leaf) for leaf in leaves]

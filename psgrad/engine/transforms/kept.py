@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from psgrad.engine.transforms.derivatives import DerivativeTracer
 from psgrad.engine.transforms.levels import Tracer, innermost, memory_of, state
 from psgrad.errors import TransformError
 
@@ -24,7 +25,7 @@ class Kept:
     def __init__(self) -> None:
         self._needed: dict[int, list[weakref.ref[Any]]] = {}  # by place
         self._seen: list[tuple[weakref.ref[torch.Tensor], int]] = []  # plain tensors, and how often they had been written to
-        self._others: list[Kept] = []  # records that this one has gone back over
+        self._others: set[Kept] = set()  # records that this one has gone back over
         self._changed: list[weakref.ref[Any]] = []
         state.kept.add(self)
 
@@ -43,11 +44,11 @@ class Kept:
                 self._seen.append((weakref.ref(tensor), tensor._version))
 
     def depend_on(self, other: Kept) -> None:
-        self._others.append(other)
+        self._others.add(other)
 
     def written(self, value: Any) -> None:
         """Told of each tensor that an operator writes to while transforms run."""
-        for place in _places(value):
+        for place in _places(value, written=True):
             # a place may be another's by now: what stood there then is gone
             self._changed += [reference for reference in self._needed.get(place, ()) if reference() is not None]
 
@@ -67,12 +68,17 @@ class Kept:
             other.check()
 
 
-def _places(value: Any) -> Iterator[int]:
-    """Where a value stands: at each level the tracer that it is a view of, and below all of them the memory."""
+def _places(value: Any, *, written: bool = False) -> Iterator[int]:
+    """Where a value stands: at each level the tracer that it is a view of, and below all of them the memory.
+
+    written: only as far down as a write to it goes; derivatives' tracers are given another value, and the old one stays as it is.
+    """
     while isinstance(value, Tracer):
         while (view_of := getattr(value, "view_of", None)) is not None:
             value = view_of[0]
         yield id(value)
+        if written and isinstance(value, DerivativeTracer):
+            return
         value = value.value
     if isinstance(value, torch.Tensor):
         yield memory_of(value)

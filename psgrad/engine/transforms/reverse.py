@@ -42,10 +42,10 @@ class GradTracer(DerivativeTracer):
 class GradLevel(DerivativeLevel):
     """Reverse-mode differentiation with respect to the tracers made by `leaf`."""
 
-    def __init__(self, *, outlives_body: bool = False) -> None:
-        """outlives_body: whether the record is used after the function has ended, when its values may have been written to."""
+    def __init__(self, kept: Kept | None = None) -> None:
+        """kept: for a record that is used after the function has ended, when its values may have been written to."""
         super().__init__()
-        self.kept = Kept() if outlives_body else None
+        self.kept = kept
         # What the caller does not want to be recorded is not recorded below either.
         self.callers_grad_mode = torch.is_grad_enabled()
 
@@ -71,6 +71,9 @@ class GradLevel(DerivativeLevel):
 
     def apply(self, rule: DerivativeRule, op: Op, args: Any, kwargs: Any, inputs: list[tuple[Position, Any]]) -> Any:
         result = self.lower(op, args, kwargs)
+        if self.kept is not None:
+            linear = (0,) if facts(op).is_view else rule.linear
+            self._keep(self.kept, linear, {p if isinstance(p, int) else p[0] for p, _ in inputs}, result, args, kwargs)
         node = self._record(rule, inputs, result, args, kwargs)
         if isinstance(result, torch.Tensor):
             return self._place(result, node, 0)
@@ -85,10 +88,6 @@ class GradLevel(DerivativeLevel):
 
     def _record(self, rule: DerivativeRule, inputs: Sequence[tuple[Position, Any]], result: Any, values: Any, kwargs: Any) -> Node | None:
         node = Node(len(result) if isinstance(result, (tuple, list)) else None)
-        if self.kept is not None:
-            self.kept.need(tensors_in(values, kwargs))
-            if not all((position if isinstance(position, int) else position[0]) in rule.linear for position, _ in inputs):
-                self.kept.need(tensors_in((result,), {}))
         grad_mode = torch.is_grad_enabled()
         torch._C._set_grad_enabled(self.callers_grad_mode)
         try:
@@ -107,6 +106,16 @@ class GradLevel(DerivativeLevel):
         finally:
             torch._C._set_grad_enabled(grad_mode)
         return node if node.edges else None
+
+    def _keep(self, kept: Kept, linear: tuple[int, ...], varying: set[int], result: Any, values: Any, kwargs: Any) -> None:
+        """The VJP of a linear operator has no use for its result, nor for the argument in which it is linear."""
+        if not varying <= set(linear):
+            kept.need(tensors_in((*values, *(result if isinstance(result, (tuple, list)) else [result])), kwargs))
+        elif len(varying) > 1:
+            kept.need(tensors_in(values, kwargs))
+        else:
+            kept.need(tensors_in([value for i, value in enumerate(values) if i not in varying], kwargs))
+            kept.see(tensors_in([value for i, value in enumerate(values) if i in varying], {}))
 
     def record_call(self, outs: list[Any], pull: Closure, inputs: Sequence[tuple[Position, Any]], constant: frozenset[int]) -> list[Any]:
         """The results of a function with a rule of its own: `pull` takes a list of cotangents to those of the inputs, by position."""
