@@ -14,16 +14,18 @@ FUNCTION_BASE = torch.autograd.Function.__mro__[1]
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind() -> Iterator[None]:
+    before = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.backends.mha.get_fastpath_enabled())
     yield
+    after = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.backends.mha.get_fastpath_enabled())
+    assert after == before
     assert state.stack == []
     assert not state.interpreting
+    assert not state.cotangent_is_shared
     assert not state.read_only
     assert not state.draws
     assert state.outside is None
     assert "apply" not in vars(FUNCTION_BASE)
-    assert torch.is_grad_enabled()
-    assert torch.backends.mha.get_fastpath_enabled()
-    assert torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,22 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from psgrad.engine.transforms import functional_call, grad, grad_and_value, vjp, vmap
-from psgrad.engine.transforms.levels import Tracer, state
+from psgrad.engine.transforms.levels import Tracer
 from psgrad.errors import TransformError
 
-
-@pytest.fixture(autouse=True)
-def _float64_and_nothing_left_behind() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    before = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.backends.mha.get_fastpath_enabled())
-    yield
-    torch.set_default_dtype(torch.float32)
-    after = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.backends.mha.get_fastpath_enabled())
-    assert after == before
-    assert state.stack == []
-    assert not state.interpreting
-    assert not state.cotangent_is_shared
-    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def same(ours: Any, theirs: Any) -> None:
