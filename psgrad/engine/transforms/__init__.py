@@ -1,6 +1,7 @@
 """Function transforms of our own: vmap, grad and their kin, with the semantics of torch.func."""
 
 from psgrad.engine.transforms import autograd_function as autograd_function
+from psgrad.engine.transforms import autograd_inside as autograd_inside
 from psgrad.engine.transforms.capture import capture as capture
 from psgrad.engine.transforms.checkpoint import checkpoint as checkpoint
 from psgrad.engine.transforms.custom import custom_jvp as custom_jvp

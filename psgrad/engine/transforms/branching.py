@@ -11,12 +11,13 @@ class Divergence(BaseException):
     """Samples of a level disagree on a number that the function's Python code asks for.
 
     Whoever runs the function runs it again, for the samples of each outcome. Not an Exception: the function's own error handling must not
-    catch it.
+    catch it. One that catches everything is found out, as the level remembers.
     """
 
     def __init__(self, level: Any, outcomes: list[Any], where: str) -> None:
         super().__init__(f"samples disagree: {outcomes}{where}")
         self.level = level
+        level.diverged = outcomes, where
         self.outcomes = outcomes
         self.where = where
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -27,6 +28,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
 
 from psgrad.engine.transforms import diagnostics
+from psgrad.engine.transforms.branching import Divergence
 from psgrad.engine.transforms.operators import RANDOM_COMPOSITES, Op, facts, is_random, refuse_mutation
 from psgrad.errors import TransformError
 
@@ -105,6 +107,27 @@ class Tracer(torch.Tensor):
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         return self.numpy()
 
+    @property
+    def data(self) -> torch.Tensor:
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
+
+    @data.setter
+    def data(self, new: Any) -> None:
+        raise TransformError(
+            f"an assignment to .data of a traced tensor{diagnostics.where()}",
+            cause="the value would be replaced where no transform sees it",
+            next_step="write into it under torch.no_grad() (x.copy_(y)), or use another variable",
+        )
+
+    def register_hook(self, hook: Any) -> Any:
+        raise TransformError(
+            f"a hook on a traced tensor{diagnostics.where()}",
+            cause="PyTorch's autograd records nothing inside a transform, and would never call it",
+            next_step="write what it does to the gradient as a custom_vjp",
+        )
+
+    register_post_accumulate_grad_hook = register_hook
+
 
 def rewritten(old: Any, new: Any) -> Any:
     """`new` written under no_grad where `old` was: see Tracer.rewritten. A value that no level follows is just replaced."""
@@ -150,6 +173,8 @@ class Level:
 
     # Whether it has a say in operators that it takes no part in: they make tensors that traced values may be written into.
     adopts: bool = False
+    # For vmap: the outcomes of a branch on which samples disagree, and where it stands.
+    diverged: tuple[list[Any], str] | None = None
 
     def __init__(self) -> None:
         self.index = 0
@@ -182,6 +207,7 @@ class Level:
 
         attach: whether PyTorch's autograd may differentiate the result, where the function meets tensors that require a gradient.
         """
+        _refuse_torchs_transforms()
         with ExitStack() as exits:
             if not state.stack:
                 exits.enter_context(_attachable(attach and torch.is_grad_enabled()))
@@ -194,7 +220,19 @@ class Level:
             if not state.interpreting:
                 exits.enter_context(_Interpreter())
             exits.enter_context(self.active())
-            yield self
+            try:
+                yield self
+            except RuntimeError as error:
+                if not any(words in str(error) for words in _AUTOGRAD_FINDS_NOTHING):
+                    raise
+                raise TransformError(
+                    f"torch.autograd or .backward() inside the transformed function{diagnostics.where(error)}",
+                    expected="derivatives by transforms, which nest: grad, vjp, jvp",
+                    cause="PyTorch's autograd records nothing there",
+                ) from error
+            for level in state.stack:
+                if level.diverged is not None:  # the function has caught what should have gone past it
+                    raise Divergence(level, *level.diverged)
 
     @contextmanager
     def again(self) -> Iterator[Level]:
@@ -226,6 +264,21 @@ class Level:
             _number_from(place)
             if not state.stack:
                 state.marked = False
+
+
+_TORCHS_TRANSFORM_RUNS = torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
+_forward_mode: Any = sys.modules["torch.autograd.forward_ad"]
+_AUTOGRAD_FINDS_NOTHING = ("does not require grad and does not have a grad_fn", "can't retain_grad on Tensor")
+
+
+def _refuse_torchs_transforms() -> None:
+    if torch._C._dispatch_tls_is_dispatch_key_included(_TORCHS_TRANSFORM_RUNS) or _forward_mode._current_level >= 0:
+        raise TransformError(
+            f"a transform of psgrad inside one of torch.func, or inside PyTorch's forward mode{diagnostics.where()}",
+            expected="transforms of one kind; those of psgrad nest in any order, and PyTorch's autograd may go through their results",
+            cause="PyTorch's transforms would not see what happens inside: derivatives would be lost without a word",
+            next_step="take grad, vjp, jvp, vmap, jacrev, jacfwd or hessian from psgrad.engine.transforms on the outside, too",
+        )
 
 
 def _number_from(place: int) -> None:

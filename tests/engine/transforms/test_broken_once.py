@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from psgrad.engine.gradients import per_sample_gradients
 from psgrad.engine.transforms import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from psgrad.errors import TransformError
 from tests.engine.transforms.loops import gradients_by_loop
@@ -127,3 +129,127 @@ def test_a_write_to_what_is_not_needed_goes_by() -> None:
 
     vmap(elsewhere)(X)
     torch.testing.assert_close(back(torch.ones(1, 1, dtype=x.dtype))[0], w)
+
+
+# -- a function that catches everything ---------------------------------------------------------------------------------------------------
+
+
+def catching(x: Tensor) -> Tensor:
+    try:
+        positive = bool(x.sum() > 0)
+    except BaseException:
+        positive = True
+    return (x**2 if positive else x**3).sum()
+
+
+def suppressing(x: Tensor) -> Tensor:
+    y = x**3
+    with contextlib.suppress(BaseException):
+        if x.sum() > 0:
+            y = x**2
+    return y.sum()
+
+
+@pytest.mark.parametrize("function", [catching, suppressing])
+def test_a_branch_is_split_though_the_function_catches_everything(function: Callable[[Tensor], Tensor]) -> None:
+    expected = gradients_by_loop(function, X)[0]
+    torch.testing.assert_close(vmap(grad(function))(X), expected)
+    torch.testing.assert_close(jvp(vmap(grad(function)), (X,), (X,))[0], expected)
+    torch.testing.assert_close(vmap(vmap(grad(function)))(X.reshape(1, 3, 3)), expected.unsqueeze(0))
+    found = per_sample_gradients(lambda w, x: function(w["w"] * x), {"w": torch.ones(3, dtype=X.dtype)}, X)
+    torch.testing.assert_close(
+        found.materialise()["w"], gradients_by_loop(lambda x, w: function(w * x), X, torch.ones_like(X), argnums=[1])[0]
+    )
+
+
+# -- PyTorch's own autograd, inside and outside ------------------------------------------------------------------------------------------
+
+
+def grad_of_a_fresh_leaf(x: Tensor) -> Tensor:
+    leaf = x.detach().clone().requires_grad_()
+    return torch.autograd.grad((leaf**2).sum(), leaf)[0].sum()
+
+
+def backward(x: Tensor) -> Tensor:
+    (x**2).sum().backward()
+    return x.sum()
+
+
+def a_hook(x: Tensor) -> Tensor:
+    y = x.clone()
+    y.register_hook(lambda g: g * 10)
+    return y.sum()
+
+
+def kept_gradient(x: Tensor) -> Tensor:
+    y = x.clone()
+    y.retain_grad()
+    return y.sum()
+
+
+def assigned_data(x: Tensor) -> Tensor:
+    y = x.clone()
+    y.data = x.data * 2
+    return (y * x).sum()
+
+
+def hooked_layer() -> Callable[[Tensor], Tensor]:
+    layer = nn.Linear(3, 3).double()
+    layer.register_full_backward_hook(lambda module, inwards, outwards: tuple(g * 10 for g in inwards))
+    return lambda x: layer(x).sum()
+
+
+INSIDE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "torch.autograd.grad": (lambda x: torch.autograd.grad((x**2).sum(), x)[0].sum(), r"torch.autograd or .backward\(\) inside"),
+    "of a fresh leaf": (grad_of_a_fresh_leaf, r"torch.autograd or .backward\(\) inside"),
+    "backward": (backward, r"torch.autograd or .backward\(\) inside"),
+    "retain_grad": (kept_gradient, r"torch.autograd or .backward\(\) inside"),
+    "a Jacobian": (lambda x: torch.autograd.functional.jacobian(lambda y: y**2, x).sum(), "torch.autograd.functional inside"),
+    "a recorded Jacobian": (
+        lambda x: torch.autograd.functional.jacobian(lambda y: y**2, x, create_graph=True).sum(),
+        "torch.autograd.functional inside",
+    ),
+    "a tensor's hook": (a_hook, "a hook on a traced tensor"),
+    "a module's hook": (hooked_layer(), "a backward hook of a module"),
+    "data": (assigned_data, "an assignment to .data"),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+@pytest.mark.parametrize("transform", [lambda f: grad(f)(X[0]), lambda f: vmap(grad(f))(X), lambda f: jvp(f, (X[0],), (X[1],))])
+def test_autograd_inside_is_refused(name: str, transform: Callable[..., Any]) -> None:
+    function, words = INSIDE[name]
+    with pytest.raises(TransformError, match=words) as caught:
+        transform(function)
+    assert "test_broken_once.py:" in caught.value.arrived
+
+
+def test_hooks_of_a_module_that_is_not_differentiated_are_left_alone() -> None:
+    layer = nn.Linear(3, 2).double().requires_grad_(False)
+    layer.register_full_backward_hook(lambda module, inwards, outwards: None)
+    torch.testing.assert_close(vmap(layer)(X), layer(X))
+
+
+OUTSIDE: dict[str, Callable[[], Any]] = {
+    "torch.func.vmap": lambda: torch.func.vmap(grad(lambda x: (x**3).sum()))(X),
+    "torch.func.vmap, captured": lambda: torch.func.vmap(lambda x: grad(lambda z: (z * x).sum())(W))(X),
+    "torch.func.grad": lambda: torch.func.grad(lambda x: vmap(lambda y: (y**3).sum())(x).sum())(X),
+    "torch.func.jvp": lambda: torch.func.jvp(lambda x: grad(lambda y: (y**3).sum())(x), (X,), (X,)),
+    "forward mode": lambda: in_forward_mode(lambda x: grad(lambda y: (y**3).sum())(x)),
+}
+
+
+def in_forward_mode(function: Callable[[Tensor], Tensor]) -> Tensor:
+    with torch.autograd.forward_ad.dual_level():
+        return function(torch.autograd.forward_ad.make_dual(X, X))
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_inside_torchs_transforms_ours_are_refused(name: str) -> None:
+    with pytest.raises(TransformError, match=r"inside one of torch\.func"):
+        OUTSIDE[name]()
+
+
+def test_torchs_transforms_work_inside_ours() -> None:
+    torch.testing.assert_close(vmap(lambda x: torch.func.grad(lambda y: (y**3).sum())(x))(X), 3 * X**2)
+    torch.testing.assert_close(grad(lambda x: torch.func.vmap(lambda y: (y**3).sum())(x).sum())(X), 3 * X**2)
