@@ -78,6 +78,13 @@ class TransformError(PsgradError, RuntimeError):
     """
 
 
+class TransformArgumentError(TransformError, ValueError):
+    """A transform was called with arguments that it does not take.
+
+    A ValueError too: torch.func has it now one way, now the other, and programs that catch either go on working.
+    """
+
+
 class UnsupportedOperatorError(TransformError, NotImplementedError):
     """An operator has no rule, and can't be decomposed into operators that have."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from psgrad.engine.transforms.kept import Kept
 from psgrad.engine.transforms.levels import rules_only, state
 from psgrad.engine.transforms.record import Node, pull_back
 from psgrad.engine.transforms.reverse import GradLevel, GradTracer
-from psgrad.errors import TransformError
+from psgrad.errors import TransformArgumentError, TransformError
 
 Argnums = int | tuple[int, ...]
 
@@ -33,6 +34,7 @@ def grad(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) 
     Recording is switched off by `torch.no_grad()` inside `func` and not by one outside of it, as in torch.func.
     """
 
+    @functools.wraps(func)
     def gradient(*args: Any, **kwargs: Any) -> Any:
         result, value = grad_and_value(func, argnums, has_aux)(*args, **kwargs)
         return (result, value[1]) if has_aux else result
@@ -43,9 +45,12 @@ def grad(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) 
 def grad_and_value(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Callable[..., Any]:
     """As `grad`, but returns (gradient, value), with `has_aux` (gradient, (value, aux))."""
 
+    @functools.wraps(func)
     def gradient_and_value(*args: Any, **kwargs: Any) -> Any:
         positions = positions_of(argnums, len(args))
         record = cotangents_and_value(func, positions, args, kwargs, has_aux)
+        for argument, new in record.written:
+            argument.copy_(new)
         gradients = [_zeros_like(x) if g is None else g for g, x in zip(record.cotangents, record.primals, strict=True)]
         trees = _unflatten(gradients, record.specs)
         result = trees[0] if isinstance(argnums, int) else tuple(trees)
@@ -62,6 +67,7 @@ class Gradients(NamedTuple):
     specs: list[Any]  # one a differentiated argument
     value: Any
     aux: Any
+    written: list[tuple[torch.Tensor, torch.Tensor]]  # arguments into which the function wrote (statistics), and what
 
 
 def cotangents_and_value(
@@ -75,36 +81,43 @@ def cotangents_and_value(
     """The gradient of `func` in the arguments at `positions`, before zeros are filled in; `consume` as for `pull_back`."""
     level = GradLevel()
     with level.body(grad_mode=True):
-        traced, leaves, specs = _trace_arguments(level, args, positions)
+        constants: list[tuple[torch.Tensor, GradTracer]] = []
+        traced, leaves, specs = _trace_arguments(level, args, positions, constants)
         starts = [_Place.of(leaf) for leaf in leaves]
         primals = [leaf.value for leaf in leaves]
-        out, aux = split_aux(func(*traced, **tree_map(lambda x: _constant(level, x), kwargs)), has_aux)
+        by_name = tree_map(functools.partial(_constant, level, constants), kwargs)
+        out, aux = split_aux(func(*traced, **by_name), has_aux)
         _check_value(out)
         value = lower(level, out)
         end = _Place.of(out) if level.owns(out) else None
         aux = tree_map(lambda x: lower(level, x), aux) if has_aux else None
+        # the record may need what stood there before: not written until it has been gone back
+        written = [(x, lower(level, tracer)) for x, tracer in constants if tracer.writes and tracer.shape == x.shape]
         # what only the function's last lines needed must not live on through the pass back
-        del traced, leaves, out
+        del traced, by_name, constants, leaves, out
     with rules_only():  # a number of ours, into which nobody writes
         seeds = [(end, torch.ones((), dtype=value.dtype, device=value.device))] if end is not None else []
     cotangents = pull_back(seeds, [start.node for start in starts], keep=False, attached=level.attached, consume=consume)
-    return Gradients(cotangents, primals, specs, value, aux)
+    return Gradients(cotangents, primals, specs, value, aux, written)
 
 
 def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     """The value of `func(*primals)` and the function that pulls cotangents of that value back to the primals.
 
     Returns (value, vjp_fn), with `has_aux` (value, vjp_fn, aux). `vjp_fn(cotangents)` takes a pytree shaped like the value and
-    returns a tuple, one entry a primal; it may be called any number of times, under any other transform.
+    returns a tuple, one entry a primal; it may be called any number of times, under any other transform. `create_graph` says whether
+    what is outside may differentiate the result, where that is not as the grad mode says.
     """
     kept = Kept()
     level = GradLevel(kept)
     with level.body(grad_mode=True):
-        traced, leaves, specs = _trace_arguments(level, primals, tuple(range(len(primals))))
+        traced, leaves, specs = _trace_arguments(level, primals, tuple(range(len(primals))), [])
         starts = [_Place.of(leaf) for leaf in leaves]
         primals_flat = [leaf.value for leaf in leaves]
         out, aux = split_aux(func(*traced), has_aux)
         flat, out_spec = tree_flatten(out)
+        if not flat:
+            raise TransformError("vjp(f, *primals): Expected f to be a function that has non-empty output")
         for item in flat:
             if not isinstance(item, torch.Tensor):
                 raise TransformError(
@@ -120,20 +133,17 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     def vjp_fn(cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None) -> Any:
         given, spec = tree_flatten(cotangents)
         if spec != out_spec:
-            raise TransformError(
+            raise TransformArgumentError(
                 f"Expected pytree structure of cotangents to be the same as pytree structure of outputs: {spec} != {out_spec}"
             )
         for cotangent, value in zip(given, values, strict=True):
-            if cotangent.shape != value.shape:
-                raise TransformError(
-                    f"a cotangent of shape {tuple(cotangent.shape)} for an output of shape {tuple(value.shape)}",
-                    expected="cotangents shaped like the outputs",
-                )
+            _check_cotangent(cotangent, value)
         kept.check()
         for outer in state.stack:
             if isinstance(outer, GradLevel) and outer.kept is not None:
                 outer.kept.depend_on(kept)
-        found = pull_back(list(zip(ends, given, strict=True)), [start.node for start in starts], keep=True, attached=level.attached)
+        with torch.set_grad_enabled(torch.is_grad_enabled() if create_graph is None else create_graph):
+            found = pull_back(list(zip(ends, given, strict=True)), [start.node for start in starts], keep=True, attached=level.attached)
         gradients = [_zeros_like(x) if g is None else g for g, x in zip(found, primals_flat, strict=True)]
         return tuple(_unflatten(gradients, specs))
 
@@ -167,37 +177,40 @@ def _unflatten(leaves: list[Any], specs: list[Any]) -> list[Any]:
 
 def positions_of(argnums: Argnums, count: int) -> tuple[int, ...]:
     if not isinstance(argnums, (int, tuple)) or isinstance(argnums, bool):
-        raise TransformError(f"argnums must be int or Tuple[int, ...], but is {argnums!r}")
+        raise TransformArgumentError(f"argnums must be int or Tuple[int, ...], but is {argnums!r}")
     wanted = (argnums,) if isinstance(argnums, int) else argnums
     if not wanted:
-        raise TransformError("argnums must be non-empty")
+        raise TransformArgumentError("argnums must be non-empty")
     for position in wanted:
         if not isinstance(position, int):
-            raise TransformError(f"argnums must be int or Tuple[int, ...], but is {argnums!r}")
+            raise TransformArgumentError(f"argnums must be int or Tuple[int, ...], but is {argnums!r}")
         if not -count <= position < count:
-            raise TransformError(f"Got argnum={position}, but only {count} positional inputs")
+            raise TransformArgumentError(f"Got argnum={position}, but only {count} positional inputs")
     wrapped = tuple(position % count for position in wanted)
     if len(set(wrapped)) != len(wrapped):
-        raise TransformError(f"argnums elements must be unique, got {argnums}")
+        raise TransformArgumentError(f"argnums elements must be unique, got {argnums}")
     return wrapped
 
 
-def _trace_arguments(level: GradLevel, args: tuple[Any, ...], positions: tuple[int, ...]) -> tuple[list[Any], list[GradTracer], list[Any]]:
-    """The arguments as tracers: leaves at `positions`, in their order, constants elsewhere."""
+def _trace_arguments(
+    level: GradLevel, args: tuple[Any, ...], positions: tuple[int, ...], constants: list[tuple[torch.Tensor, GradTracer]]
+) -> tuple[list[Any], list[GradTracer], list[Any]]:
+    """The arguments as tracers: leaves at `positions`, in their order, constants elsewhere, which are noted in `constants`, too."""
     leaves: dict[int, list[GradTracer]] = {}
     specs: dict[int, Any] = {}
     traced: list[Any] = []
     for position, argument in enumerate(args):
         if position not in positions:
             alone = isinstance(argument, torch.Tensor)  # most are, and trees cost microseconds
-            traced.append(level.constant(argument) if alone else tree_map(lambda x: _constant(level, x), argument))
+            constant = functools.partial(_constant, level, constants)
+            traced.append(constant(argument) if alone else tree_map(constant, argument))
             continue
         flat, specs[position] = tree_flatten(argument)
         for item in flat:
             if not isinstance(item, torch.Tensor):
-                raise TransformError(f"Thing passed to transform API must be Tensor, got {type(item)} in argument {position}")
+                raise TransformArgumentError(f"Thing passed to transform API must be Tensor, got {type(item)} in argument {position}")
             if not (item.dtype.is_floating_point or item.dtype.is_complex):
-                raise TransformError(
+                raise TransformArgumentError(
                     f"argument {position} holds a tensor of dtype {item.dtype}: only Tensors of floating point dtype can require gradients",
                     next_step="leave integer arguments out of argnums",
                 )
@@ -206,8 +219,12 @@ def _trace_arguments(level: GradLevel, args: tuple[Any, ...], positions: tuple[i
     return traced, [leaf for position in positions for leaf in leaves[position]], [specs[position] for position in positions]
 
 
-def _constant(level: GradLevel, value: Any) -> Any:
-    return level.constant(value) if isinstance(value, torch.Tensor) else value
+def _constant(level: GradLevel, constants: list[tuple[torch.Tensor, GradTracer]], value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    tracer = level.constant(value)
+    constants.append((value, tracer))
+    return tracer
 
 
 def lower(level: DerivativeLevel, value: Any) -> Any:
@@ -245,6 +262,21 @@ def _check_value(out: Any) -> None:
     if not out.dtype.is_floating_point:
         raise TransformError(
             f"the function to differentiate returned a tensor of dtype {out.dtype}", expected="a real floating-point number"
+        )
+
+
+def _check_cotangent(cotangent: Any, value: torch.Tensor) -> None:
+    if not isinstance(cotangent, torch.Tensor):
+        raise TransformArgumentError(
+            f"a {type(cotangent).__name__} as the cotangent of an output of shape {tuple(value.shape)}",
+            expected="a tensor",
+            next_step="give torch.zeros_like or torch.ones_like of the output",
+        )
+    if cotangent.shape != value.shape or cotangent.is_complex() != value.is_complex():
+        raise TransformArgumentError(
+            f"a cotangent of shape {tuple(cotangent.shape)} and dtype {cotangent.dtype} "
+            f"for an output of shape {tuple(value.shape)} and dtype {value.dtype}",
+            expected="cotangents shaped like the outputs, complex where they are",
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from psgrad.errors import TransformError
+from psgrad.errors import TransformArgumentError, TransformError
 
 
 def functional_call(
@@ -25,7 +25,8 @@ def functional_call(
     """`module(*args, **kwargs)` with tensors in the place of its parameters and buffers, as torch.func's.
 
     Args:
-        parameter_and_buffer_dicts: name -> tensor, or several such dicts without common names.
+        parameter_and_buffer_dicts: name -> tensor, or several such dicts without common names. What the module puts in the place of
+            one of its tensors is found in the dict afterwards, if it is one.
         args: a tuple of positional arguments; anything else is taken as the only one.
         tie_weights: a tensor given for one name of a tied parameter stands for all its names.
         strict: whether all names must be given, and no others.
@@ -44,8 +45,14 @@ def functional_call(
                 f"functional_call(strict=True): missing {missing}, unexpected {unexpected}",
                 expected="exactly the module's parameters and buffers",
             )
-    with swapped(slots_of(module, values), values):
-        return module(*arguments, **(kwargs or {}))
+    slots = slots_of(module, values)
+    with swapped(slots, values):
+        try:
+            return module(*arguments, **(kwargs or {}))
+        finally:
+            if isinstance(parameter_and_buffer_dicts, dict):  # a module may count: self.steps = self.steps + 1
+                left = {slot.name: slot.store[slot.key] for slot in slots if slot.key in slot.store}
+                parameter_and_buffer_dicts.update({name: left[name] for name in parameter_and_buffer_dicts if name in left})
 
 
 def stack_module_state(models: Sequence[nn.Module]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -76,12 +83,12 @@ def _merged(dicts: Any) -> dict[str, torch.Tensor]:
     if isinstance(dicts, Mapping):
         return dict(dicts)
     if not isinstance(dicts, Sequence) or not all(isinstance(d, Mapping) for d in dicts):
-        raise ValueError(f"Expected parameter_and_buffer_dicts to be a dict, or a list/tuple of dicts, but got {type(dicts)}")
+        raise TransformArgumentError(f"Expected parameter_and_buffer_dicts to be a dict, or a list/tuple of dicts, but got {type(dicts)}")
     merged: dict[str, torch.Tensor] = {}
     for d in dicts:
         repeated = sorted(set(d) & set(merged))
         if repeated:
-            raise ValueError(f"{repeated} appeared in multiple dictionaries; behavior of functional call is ambiguous")
+            raise TransformArgumentError(f"{repeated} appeared in multiple dictionaries; behavior of functional call is ambiguous")
         merged.update(d)
     return merged
 
@@ -102,7 +109,7 @@ def _tied(names: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> di
         given = [name for name in group if name in values]
         if len(group) > 1 and given:
             if any(values[name] is not values[given[0]] for name in given):
-                raise ValueError(
+                raise TransformArgumentError(
                     f"functional_call got multiple values for keys {sorted(given)}, which are tied. Consider using tie_weights=False"
                 )
             full.update(dict.fromkeys(group, values[given[0]]))
@@ -128,8 +135,10 @@ def slots_of(module: nn.Module, names: Iterable[str]) -> list[Slot]:
         except AttributeError as error:
             raise TransformError(f"functional_call: the module has no part named {path!r} (for {name!r})") from error
         store = next((s for s in (owner._parameters, owner._buffers) if key in s), None)
+        if store is None and isinstance(owner.__dict__.get(key), torch.Tensor):
+            store = owner.__dict__  # one that was never registered
         if store is None:
-            raise TransformError(
+            raise TransformArgumentError(
                 f"functional_call: {name!r} is neither a parameter nor a buffer of the module",
                 next_step="compare the names with dict(module.named_parameters()) and dict(module.named_buffers())",
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from psgrad.engine.transforms.differentiate import Argnums, positions_of, split_aux, vjp
 from psgrad.engine.transforms.pushforward import jvp
 from psgrad.engine.transforms.vectorize import vmap
-from psgrad.errors import TransformError
+from psgrad.errors import TransformArgumentError
 
 
 def jacrev(
@@ -33,9 +34,10 @@ def jacrev(
     structure of the argument (a tuple of such for a tuple of argnums), of tensors of shape [*output, *argument]; with `has_aux` the
     pair (Jacobian, aux).
     """
-    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size <= 0):
-        raise TransformError(f"jacrev: `chunk_size` should be greater than 0. (got {chunk_size})")
+    if chunk_size is not None and (not isinstance(chunk_size, int) or isinstance(chunk_size, bool) or chunk_size <= 0):
+        raise TransformArgumentError(f"jacrev: `chunk_size` should be greater than 0. (got {chunk_size})")
 
+    @functools.wraps(func)
     def jacobian(*args: Any, **kwargs: Any) -> Any:
         function, primals = _of_positions(func, argnums, args, kwargs)
         value, vjp_fn, aux = vjp(lambda *xs: _with_aux(function(*xs), has_aux), *primals, has_aux=True)
@@ -66,6 +68,7 @@ def jacfwd(
     limits how many elements of the arguments go at a time.
     """
 
+    @functools.wraps(func)
     def jacobian(*args: Any, **kwargs: Any) -> Any:
         function, primals = _of_positions(func, argnums, args, kwargs)
         inputs, in_spec = _real_leaves(primals, "jacfwd", "input")
@@ -131,15 +134,15 @@ def _real_leaves(tree: Any, name: str, what: str) -> tuple[list[torch.Tensor], A
     flat, spec = tree_flatten(tree)
     for item in flat:
         if not isinstance(item, torch.Tensor):
-            raise TransformError(f"{name}: Expected all {what}s to be Tensors, got {what} of type {type(item).__name__}")
+            raise TransformArgumentError(f"{name}: Expected all {what}s to be Tensors, got {what} of type {type(item).__name__}")
         if not item.dtype.is_floating_point:
-            raise TransformError(
+            raise TransformArgumentError(
                 f"{name}: an {what} of dtype {item.dtype}",
                 expected=f"real floating-point {what}s",
                 next_step="use torch.view_as_real on complex values, or vjp and jvp, which take them",
             )
     if not flat:
-        raise TransformError(f"{name}: Expected at least one {what} that is a Tensor")
+        raise TransformArgumentError(f"{name}: Expected at least one {what} that is a Tensor")
     return flat, spec
 
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from psgrad.engine.transforms import generators
 from psgrad.engine.transforms.batching import RANDOMNESS, BatchLevel
 from psgrad.engine.transforms.branching import Divergence, WriteWatch
-from psgrad.errors import TransformError
+from psgrad.errors import TransformArgumentError, TransformError
 
 InDims = int | None | tuple[Any, ...]
 
@@ -42,9 +42,9 @@ def vmap(
     outcome, and the outputs are joined in the samples' order.
     """
     if randomness not in RANDOMNESS:
-        raise TransformError(f"Only allowed values for randomness are 'error', 'different', or 'same'. Got {randomness}")
-    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size <= 0):
-        raise TransformError(f"vmap: chunk_size should be None or greater than 0. (got {chunk_size})")
+        raise TransformArgumentError(f"Only allowed values for randomness are 'error', 'different', or 'same'. Got {randomness}")
+    if chunk_size is not None and (not isinstance(chunk_size, int) or isinstance(chunk_size, bool) or chunk_size <= 0):
+        raise TransformArgumentError(f"vmap: chunk_size should be None or greater than 0. (got {chunk_size})")
     name = getattr(func, "__name__", repr(func))
 
     def mapped(*args: Any, **kwargs: Any) -> Any:
@@ -58,7 +58,7 @@ def vmap(
         bounds = [(start, min(chunk_size, size - start)) for start in range(0, size, chunk_size)]
         return job.run_parts([[x if d is None else x.narrow(d, *bound) for x, d in zip(flat, dims, strict=True)] for bound in bounds])
 
-    return functools.wraps(func)(mapped) if hasattr(func, "__name__") else mapped
+    return functools.wraps(func)(mapped)
 
 
 @dataclass(frozen=True)
@@ -164,34 +164,36 @@ def _leave(level: BatchLevel, value: Any, dim: int | None, name: str) -> Any:
     value = level.content(value)
     if dim is None:
         if level.owns(value):
-            raise TransformError(f"vmap({name}, ...): `{name}` can not return a BatchedTensor when out_dim is None")
+            raise TransformArgumentError(f"vmap({name}, ...): `{name}` can not return a BatchedTensor when out_dim is None")
         return value
     if not isinstance(value, torch.Tensor):
-        raise TransformError(
+        raise TransformArgumentError(
             f"vmap({name}, ...): `{name}` must only return Tensors, got type {type(value)}. "
             "Did you mean to set out_dims= to None for output?"
         )
     rank = value.dim() + 1
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise TransformArgumentError(f"vmap({name}, ...): out_dims={dim!r} is neither an int nor None")
     if not -rank <= dim < rank:
-        raise TransformError(f"vmap({name}, ...): out_dims={dim} is out of range for an output with {rank} axes")
+        raise TransformArgumentError(f"vmap({name}, ...): out_dims={dim} is out of range for an output with {rank} axes")
     physical = level.batch.physical(value)
     return physical.movedim(0, dim) if dim else physical
 
 
 def flat_in_dims(in_dims: Any, args: tuple[Any, ...], flat: list[Any], spec: Any, name: str) -> list[int | None]:
     if not isinstance(in_dims, (int, tuple)) or isinstance(in_dims, bool):
-        raise TransformError(
+        raise TransformArgumentError(
             f"vmap({name}, in_dims={in_dims}, ...)(<inputs>): expected `in_dims` to be int or a (potentially nested) tuple "
             f"matching the structure of inputs, got: {type(in_dims)}."
         )
     if not args:
-        raise TransformError(
+        raise TransformArgumentError(
             f"vmap({name})(<inputs>): got no inputs. Maybe you forgot to add inputs, or you are trying to vmap over a function "
             "with no inputs. The latter is unsupported."
         )
     dims = _prefix_leaves(in_dims, args)
     if dims is None:
-        raise TransformError(
+        raise TransformArgumentError(
             f"vmap({name}, in_dims={in_dims}, ...)(<inputs>): in_dims is not compatible with the structure of inputs. "
             f"in_dims has structure {tree_flatten(in_dims)[1]} but inputs has structure {spec}."
         )
@@ -201,17 +203,17 @@ def flat_in_dims(in_dims: Any, args: tuple[Any, ...], flat: list[Any], spec: Any
             wrapped.append(None)
             continue
         if not isinstance(d, int):
-            raise TransformError(
+            raise TransformArgumentError(
                 f"vmap({name}, in_dims={in_dims}, ...)(<inputs>): Got in_dim={d} for an input but in_dim must be either "
                 "an integer dimension or None."
             )
         if not isinstance(x, torch.Tensor):
-            raise TransformError(
+            raise TransformArgumentError(
                 f"vmap({name}, in_dims={in_dims}, ...)(<inputs>): Got in_dim={d} for an input but the input is of type {type(x)}. "
                 "We cannot vmap over non-Tensor arguments, please use None as the respective in_dim"
             )
         if not -x.dim() <= d < x.dim():
-            raise TransformError(
+            raise TransformArgumentError(
                 f"vmap({name}, in_dims={in_dims}, ...)(<inputs>): Got in_dim={d} for some input, but that input is a Tensor of "
                 f"dimensionality {x.dim()} so expected in_dim to satisfy -{x.dim()} <= in_dim < {x.dim()}."
             )
@@ -222,9 +224,9 @@ def flat_in_dims(in_dims: Any, args: tuple[Any, ...], flat: list[Any], spec: Any
 def mapped_size(flat: list[Any], dims: list[int | None], name: str) -> int:
     sizes = [x.shape[d] for x, d in zip(flat, dims, strict=True) if d is not None]
     if not sizes:
-        raise TransformError(f"vmap({name}, ...): Expected at least one Tensor to vmap over.")
+        raise TransformArgumentError(f"vmap({name}, ...): Expected at least one Tensor to vmap over.")
     if len(set(sizes)) > 1:
-        raise TransformError(
+        raise TransformArgumentError(
             f"vmap({name}, ...): Expected all tensors to have the same size in the mapped dimension, "
             f"got sizes {sizes} for the mapped dimension"
         )
@@ -261,7 +263,7 @@ def _broadcast_prefix(out_dims: Any, out: Any, spec: Any, name: str) -> list[Any
         out_dims = tuple(out_dims)
     dims = [out_dims] * spec.num_leaves if isinstance(out_dims, int) else _prefix_leaves(out_dims, out)
     if dims is None or len(dims) != spec.num_leaves:
-        raise TransformError(
+        raise TransformArgumentError(
             f"vmap({name}, ..., out_dims={out_dims})(<inputs>): out_dims is not compatible with the structure of outputs. "
             f"out_dims has structure {tree_flatten(out_dims)[1]} but outputs has structure {spec}."
         )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms.rules.families import aten
-from psgrad.engine.transforms.rules.registry import Op, constant, define
+from psgrad.engine.transforms.rules.registry import Op, constant, define, replace
 
 
 def _same_for_all(batch: Any, op: Op, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -171,6 +171,14 @@ def _dropout_back(out: Any, x: torch.Tensor, p: float, train: bool | None) -> An
 
 
 define(aten.native_dropout.default, vjp={0: _dropout_back}, batch=draw_like, same=drop_alike)
+
+
+@replace(aten.dropout.default)
+def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """What PyTorch's kernel does: where nothing is dropped it is its argument itself, and where all is it draws nothing."""
+    if p == 0 or not train:
+        return x
+    return x * torch.zeros((), dtype=x.dtype, device=x.device) if p == 1 else aten.native_dropout.default(x, p, train)[0]
 
 
 # -- randomised relu: a slope drawn for each negative element ---------------------------------------------------------------------
