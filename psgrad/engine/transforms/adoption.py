@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.transforms.levels import Level, in_pieces, interpret, map_tracers, state, top_level
+from psgrad.engine.transforms.interpreter import in_pieces, interpret, map_tracers, state, top_level
+from psgrad.engine.transforms.levels import Level
 from psgrad.engine.transforms.operators import Op, aten, facts
 from psgrad.engine.transforms.rules.registry import taken_apart
 

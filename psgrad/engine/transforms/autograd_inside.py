@@ -17,7 +17,8 @@ from torch.utils.hooks import BackwardHook
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.derivatives import DerivativeLevel
-from psgrad.engine.transforms.levels import Tracer, state, switches
+from psgrad.engine.transforms.interpreter import Tracer, state
+from psgrad.engine.transforms.levels import switches
 from psgrad.errors import TransformError
 
 

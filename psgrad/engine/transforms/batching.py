@@ -16,17 +16,8 @@ import torch
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.adoption import AdoptingLevel
 from psgrad.engine.transforms.fresh import FreshTracer, is_fresh, process_fresh
-from psgrad.engine.transforms.levels import (
-    Level,
-    Tracer,
-    interpret,
-    map_tracers,
-    meet,
-    rewritten,
-    state,
-    strides_of,
-    tensors_in,
-)
+from psgrad.engine.transforms.interpreter import Tracer, interpret, map_tracers, meet, rewritten, state, strides_of, tensors_in
+from psgrad.engine.transforms.levels import Level
 from psgrad.engine.transforms.operators import (
     Op,
     aten,

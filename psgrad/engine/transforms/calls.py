@@ -23,8 +23,10 @@ from psgrad.engine.transforms.batching import BatchLevel
 from psgrad.engine.transforms.branching import Divergence
 from psgrad.engine.transforms.derivatives import DerivativeLevel
 from psgrad.engine.transforms.forward import ForwardLevel, transpose
-from psgrad.engine.transforms.levels import Level, Tracer, map_tracers, meet, read_only, resurrect, state, tensors_in, users_program
+from psgrad.engine.transforms.interpreter import Tracer, map_tracers, meet, resurrect, state, tensors_in
+from psgrad.engine.transforms.levels import Level, users_program
 from psgrad.engine.transforms.operators import aten
+from psgrad.engine.transforms.read_only import read_only
 from psgrad.engine.transforms.record import pull_back
 from psgrad.engine.transforms.reverse import GradLevel, GradTracer
 from psgrad.engine.transforms.rules.families import cast
@@ -142,13 +144,13 @@ def program_on(*values: Any) -> Iterator[None]:
 @contextmanager
 def witnessed(level: GradLevel) -> Iterator[None]:
     """A record that outlives its function watches also what a call uses, whose operators it does not record."""
-    before = state.witnesses
+    before = state.watchers
     if (kept := level.kept) is not None:
-        state.witnesses = (*before, lambda args, kwargs: kept.need(tensors_in(args, kwargs)))
+        state.watchers = (*before, lambda op, args, kwargs: kept.need(tensors_in(args, kwargs)))
     try:
         yield
     finally:
-        state.witnesses = before
+        state.watchers = before
 
 
 @contextmanager

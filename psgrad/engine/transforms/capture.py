@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten
 
-from psgrad.engine.transforms.levels import state
+from psgrad.engine.transforms.interpreter import state
 from psgrad.engine.transforms.program import PLAIN, Compiler, Program, record
 from psgrad.engine.transforms.watch import NotCapturable, looks
 from psgrad.errors import TransformError

@@ -16,7 +16,8 @@ from psgrad.engine.transforms.calls import Call, Cotangents, Flat, Mapped, Recor
 from psgrad.engine.transforms.derivatives import DerivativeLevel, DerivativeTracer, births
 from psgrad.engine.transforms.forward import ForwardLevel
 from psgrad.engine.transforms.functional import current_swaps, swapped_again
-from psgrad.engine.transforms.levels import map_tracers, read_only, resurrect, state
+from psgrad.engine.transforms.interpreter import map_tracers, resurrect, state
+from psgrad.engine.transforms.read_only import read_only
 from psgrad.engine.transforms.record import Node, pull_back
 from psgrad.engine.transforms.reverse import GradLevel, GradTracer
 from psgrad.errors import TransformError

@@ -18,7 +18,7 @@ from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.batching import BatchLevel
 from psgrad.engine.transforms.calls import Cotangents, Flat, Mapped, Ruled, hand_down, kind_of, lowered, resting, wrong_cotangent
 from psgrad.engine.transforms.checkpoint import Recomputed
-from psgrad.engine.transforms.levels import read_only
+from psgrad.engine.transforms.read_only import read_only
 from psgrad.errors import TransformError
 
 

@@ -14,7 +14,7 @@ import torch
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.adoption import AdoptingLevel
-from psgrad.engine.transforms.levels import Tracer, map_tracers, meet, strides_of, tensors_in
+from psgrad.engine.transforms.interpreter import Tracer, map_tracers, meet, strides_of, tensors_in
 from psgrad.engine.transforms.operators import (
     Op,
     aten,

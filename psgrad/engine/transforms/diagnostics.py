@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import traceback
@@ -16,6 +17,7 @@ from psgrad.errors import TransformError
 
 _TORCH = str(Path(torch.__file__).parent)
 _ENGINE = str(Path(__file__).parent.parent)
+_NOT_THE_USERS = (_TORCH, _ENGINE, contextlib.__file__, "<")
 
 
 def _frames(error: BaseException | None = None) -> Iterator[FrameType]:
@@ -30,10 +32,10 @@ def _frames(error: BaseException | None = None) -> Iterator[FrameType]:
 
 
 def user_line(error: BaseException | None = None) -> str | None:
-    """`file:line` of the innermost frame that belongs neither to PyTorch nor to the engine."""
+    """`file:line` of the innermost frame that belongs neither to PyTorch nor to the engine, nor to context managers of theirs."""
     for frame in _frames(error):
         name = frame.f_code.co_filename
-        if not name.startswith((_TORCH, _ENGINE, "<")):
+        if not name.startswith(_NOT_THE_USERS):
             return f"{name}:{frame.f_lineno}"
     return None
 

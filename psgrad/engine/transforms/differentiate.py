@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.derivatives import DerivativeLevel
+from psgrad.engine.transforms.interpreter import rules_only, state
 from psgrad.engine.transforms.kept import Kept
-from psgrad.engine.transforms.levels import rules_only, state
 from psgrad.engine.transforms.record import Node, pull_back
 from psgrad.engine.transforms.reverse import GradLevel, GradTracer
 from psgrad.errors import TransformArgumentError, TransformError

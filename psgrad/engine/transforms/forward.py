@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms.derivatives import DerivativeLevel, DerivativeTracer, Position
-from psgrad.engine.transforms.levels import Level, meet, rewritten
+from psgrad.engine.transforms.interpreter import meet, rewritten
+from psgrad.engine.transforms.levels import Level
 from psgrad.engine.transforms.operators import Op, aten
 from psgrad.engine.transforms.record import pull_back
 from psgrad.engine.transforms.reverse import GradLevel

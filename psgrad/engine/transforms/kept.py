@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms.derivatives import DerivativeTracer
-from psgrad.engine.transforms.levels import Tracer, innermost, memory_of, state
+from psgrad.engine.transforms.interpreter import Tracer, innermost, state
+from psgrad.engine.transforms.operators import Op, aten, written_by
+from psgrad.engine.transforms.read_only import memory_of
 from psgrad.errors import TransformError
 
 
@@ -45,6 +47,12 @@ class Kept:
 
     def depend_on(self, other: Kept) -> None:
         self._others.add(other)
+
+    def watch(self, op: Op, args: Any, kwargs: dict[str, Any]) -> None:
+        """Told of each operator while transforms run."""
+        if op is not aten.detach_.default:  # which torch.tensor(..) ends with, and which leaves the values alone
+            for target in written_by(op, args, kwargs):
+                self.written(target)
 
     def written(self, value: Any) -> None:
         """Told of each tensor that an operator writes to while transforms run."""

@@ -1,171 +1,29 @@
-"""Levels and tracers: how an operator finds the transform that has to handle it.
+"""Levels: the transforms that are active, one on top of another, and what is different while they run the user's function.
 
-Each active transform is a *level* on a stack. A value at a level is a `Tracer`: a tensor without storage that stands for
-something else (a recorded value, a whole batch). PyTorch hands every operator that meets a tracer to `interpret`, which passes
-it to the highest level among the arguments; that level's rule calls operators on the values below, which are plain tensors or
-tracers of lower levels, and so on down to the kernels.
-
-While a transform runs the user's function, two things hold:
-
-- PyTorch's autograd layer is switched off, so operators arrive as the user called them, composite ones (`linear`,
-  `scaled_dot_product_attention`) whole, at every level alike, and nothing is recorded on the user's parameters.
-- An interpreter mode sees the operators without any tracer among their arguments too: random draws must obey `randomness`,
-  and a fresh tensor (`zeros`) must be able to receive traced values.
+PyTorch's autograd layer is switched off, so operators arrive as the user called them, composite ones (`linear`,
+`scaled_dot_product_attention`) whole, at every level alike, and nothing is recorded on the user's parameters. Where PyTorch's own
+autograd looks on from outside, it is let in again for operators on plain tensors alone (`Attached` in interpreter.py).
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import sys
 import threading
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.branching import Divergence
-from psgrad.engine.transforms.operators import RANDOM_COMPOSITES, Op, facts, is_random, refuse_mutation
+from psgrad.engine.transforms.interpreter import Interpreter, Tracer, state
+from psgrad.engine.transforms.operators import Op
 from psgrad.errors import TransformError
 
-if TYPE_CHECKING:
-    from psgrad.engine.transforms.kept import Kept
-
-
-class _State(threading.local):
-    def __init__(self) -> None:
-        self.stack: list[Level] = []
-        self.interpreting = False
-        # While a random operator is carried out: only levels under this one have a say in what it is taken apart into.
-        self.heard = math.inf
-        # True while a cotangent is computed for a value that no sample axis has touched: only there may a
-        # contraction over the sample axis be put off (see Deferral in batching.py).
-        self.cotangent_is_shared = False
-        # PyTorch's own autograd, where the outermost transform was called with recording on: how its layer of the dispatcher
-        # was set, and whether a tensor that requires a gradient has been met since.
-        self.outside: tuple[Any, Any] | None = None
-        self.attached = False
-        # Whether conjugates and negatives that are only marked, not carried out, may be among the values traced.
-        self.marked = False
-        # Memory that a function with rules of its own (see calls.py) may read and not write: it is computed with again.
-        self.read_only: frozenset[int] = frozenset()
-        # Told of the arguments of each operator of such a function: those who look whether they change before the way back.
-        self.witnesses: tuple[Callable[[Any, Any], None], ...] = ()
-        # Told of each generator that draws: those who will run a function again with the same draws.
-        self.draws: tuple[Callable[[Any], None], ...] = ()
-        # What is needed by records that are used later (see kept.py): told of what is written to.
-        self.kept: weakref.WeakSet[Kept] = weakref.WeakSet()
-
-
-state = _State()
 _level_ids = itertools.count(1)
-
-
-class Tracer(torch.Tensor):
-    """A value at one level. Its shape, strides, dtype and device are those that the user's function sees."""
-
-    level: Level
-    value: Any
-    carries_samples: ClassVar[bool] = False  # whether the value has a sample axis that the tracer hides
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(cls, op: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if state.marked:
-            heed_marks()
-        return interpret(op, args, kwargs or {})
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"{type(self).__name__}(level={self.level.index}, value={self.value!r})"
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self.clone()
-
-    def below(self) -> torch.Tensor:
-        """The value that this tracer stands for, one level down."""
-        raise NotImplementedError
-
-    def rewritten(self, new: Any) -> Any:
-        """What a write of `new` under no_grad leaves in this place: another value, past which derivatives go as if it had not been."""
-        return new
-
-    def tolist(self) -> Any:
-        return [item.tolist() for item in self.unbind()] if self.dim() else self.item()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        raise TransformError(
-            f"a traced tensor can't become a NumPy array{diagnostics.where()}",
-            cause="NumPy works on memory, which a traced tensor has none of; what NumPy computes has no derivative either",
-            next_step="write the computation with torch, or do it outside the transformed function",
-        )
-
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.numpy()
-
-    @property
-    def data(self) -> torch.Tensor:
-        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
-
-    @data.setter
-    def data(self, new: Any) -> None:
-        raise TransformError(
-            f"an assignment to .data of a traced tensor{diagnostics.where()}",
-            cause="the value would be replaced where no transform sees it",
-            next_step="write into it under torch.no_grad() (x.copy_(y)), or use another variable",
-        )
-
-    def register_hook(self, hook: Any) -> Any:
-        raise TransformError(
-            f"a hook on a traced tensor{diagnostics.where()}",
-            cause="PyTorch's autograd records nothing inside a transform, and would never call it",
-            next_step="write what it does to the gradient as a custom_vjp",
-        )
-
-    register_post_accumulate_grad_hook = register_hook
-
-
-def rewritten(old: Any, new: Any) -> Any:
-    """`new` written under no_grad where `old` was: see Tracer.rewritten. A value that no level follows is just replaced."""
-    return old.rewritten(new) if isinstance(old, Tracer) else new
-
-
-def innermost(value: Any) -> Any:
-    """The plain tensor under all tracers (or a deferred value, where one is in between)."""
-    while isinstance(value, Tracer):
-        value = value.value
-    return value
-
-
-def strides_of(value: torch.Tensor) -> tuple[int, ...]:
-    """The strides of a value that is to be traced."""
-    if value.dtype.is_complex or value.is_neg():
-        state.marked = True
-    try:
-        return value.stride()
-    except RuntimeError as error:
-        raise TransformError(
-            f"a tensor of layout {value.layout}{diagnostics.where()}",
-            expected="a dense tensor",
-            next_step="call .to_dense() on it outside the transformed function",
-        ) from error
-
-
-_MARKS = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative)
-
-
-def heed_marks() -> None:
-    """Let kernels that we call see conjugates and negatives carried out.
-
-    PyTorch switches that off while it hands us an operator (and back on by itself when we are done): what is marked so would be
-    taken for what it is marked from, without a word.
-    """
-    for mark in _MARKS:
-        torch._C._dispatch_tls_set_dispatch_key_excluded(mark, False)
 
 
 class Level:
@@ -218,7 +76,7 @@ class Level:
             for switch in switches:
                 exits.enter_context(switch)
             if not state.interpreting:
-                exits.enter_context(_Interpreter())
+                exits.enter_context(Interpreter())
             exits.enter_context(self.active())
             try:
                 yield self
@@ -267,7 +125,11 @@ class Level:
 
 
 _TORCHS_TRANSFORM_RUNS = torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
+
+
 _forward_mode: Any = sys.modules["torch.autograd.forward_ad"]
+
+
 _AUTOGRAD_FINDS_NOTHING = ("does not require grad and does not have a grad_fn", "can't retain_grad on Tensor")
 
 
@@ -297,12 +159,6 @@ def _attachable(recording: bool) -> Iterator[None]:
         yield
     finally:
         state.outside, state.attached = before
-
-
-def meet(value: Any) -> None:
-    """Take note of a plain tensor that autograd follows; called for each that a tracer is made of or an operator is given."""
-    if value.requires_grad and state.outside is not None:
-        state.attached = True
 
 
 def below_autograd() -> Any:
@@ -339,210 +195,12 @@ class _SlowPaths:
 switches: list[AbstractContextManager[None]] = [_SlowPaths()]
 
 
-class _Interpreter(TorchDispatchMode):
-    """Sees every operator of the user's function, also those on plain tensors."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # PyTorch would wrap the method below against its compiler, which costs microseconds a call and, once, its import.
-        return False
-
-    def __enter__(self) -> Any:
-        self.interpreting_before = state.interpreting
-        state.interpreting = True
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        state.interpreting = self.interpreting_before
-        super().__exit__(*error)
-
-    def __torch_dispatch__(self, op: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        heed_marks()
-        kwargs = kwargs or {}
-        if state.read_only:
-            _refuse_writes(op, args, kwargs)
-        for told in state.witnesses:
-            told(args, kwargs)
-        adopter = next((level for level in reversed(state.stack) if level.adopts), None)
-        top = top_level(args, kwargs)
-        if adopter is None or (top is not None and (top is _DEAD or top.index >= adopter.index)):
-            return interpret(op, args, kwargs)
-        if op in RANDOM_COMPOSITES:
-            return in_pieces(op, args, kwargs)
-        if is_random(op, args, kwargs):
-            drawn = interpret(op, args, kwargs)
-            return drawn if facts(op).mutated else map_tracers(adopter.adopt_from_below, drawn)
-        if state.attached:
-            with Attached():
-                return adopter.process_untraced(op, args, kwargs)
-        return adopter.process_untraced(op, args, kwargs)
-
-
-class Attached(TorchDispatchMode):
-    """While rules run: operators on plain tensors alone are recorded by PyTorch's autograd, as it was set outside of all transforms."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    def __torch_dispatch__(self, op: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if top_level(args, kwargs) is not None or state.outside is None:
-            return interpret(op, args, kwargs)
-        with torch._C._ForceDispatchKeyGuard(*state.outside):
-            return op(*args, **kwargs)
-
-
 @contextmanager
 def users_program() -> Iterator[None]:
     """While the pass back runs a function of the user's: as in a level's body, its operators are seen, also those without tracers."""
     with ExitStack() as exits:
         for switch in switches:
             exits.enter_context(switch)
-        if not isinstance(_get_current_dispatch_mode(), _Interpreter):
-            exits.enter_context(_Interpreter())
+        if not isinstance(_get_current_dispatch_mode(), Interpreter):
+            exits.enter_context(Interpreter())
         yield
-
-
-@contextmanager
-def read_only(values: Iterable[Any]) -> Iterator[None]:
-    """Values that a function of the user's must leave as they are, as they, or their memory, are used elsewhere."""
-    before = state.read_only
-    state.read_only = before | {memory_of(x) for x in values if isinstance(x, torch.Tensor)}
-    try:
-        yield
-    finally:
-        state.read_only = before
-
-
-def memory_of(tensor: torch.Tensor) -> int:
-    """The memory under all tracers; two views of one tensor have the same."""
-    value = innermost(tensor)
-    if not isinstance(value, torch.Tensor):
-        return id(value)
-    with torch._C.DisableTorchFunction():  # nothing that the function depends on, whoever is watching
-        return value.untyped_storage()._cdata
-
-
-def _written(op: Op, args: Any, kwargs: dict[str, Any]) -> list[Any]:
-    """What `op` writes to."""
-    operator = facts(op)
-    return [
-        *(args[position] for position in operator.mutated),
-        *(kwargs[name] for name in operator.mutated_kwargs if name in kwargs),
-    ]
-
-
-def _refuse_writes(op: Op, args: Any, kwargs: dict[str, Any]) -> None:
-    for target in _written(op, args, kwargs):
-        if isinstance(target, torch.Tensor) and memory_of(target) in state.read_only:
-            refuse_mutation(
-                op,
-                "an argument of a function with a derivative of its own (custom_vjp, checkpoint, autograd.Function), or a cotangent",
-                "the function's derivative is computed with the same tensor",
-            )
-
-
-def in_pieces(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A composite operator without tracers, taken apart under the eyes of the interpreter that handed it on."""
-    with _Interpreter():
-        return op.decompose(*args, **kwargs)
-
-
-@contextmanager
-def rules_only() -> Iterator[None]:
-    """While the pass back runs: what rules call is ours, so tracers find their level by themselves, and plain tensors need none."""
-    if isinstance(_get_current_dispatch_mode(), _Interpreter):
-        with _pop_mode_temporarily():
-            yield
-    else:
-        yield
-
-
-def interpret(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], below: Level | None = None) -> Any:
-    """Hand `op` to the highest level among its arguments (for a random operator: to the highest that has a say in it).
-
-    `below`: only levels under this one are asked; a level passes itself here to go one floor down.
-    """
-    level = top_level(args, kwargs)
-    if state.attached:
-        with Attached():
-            return _hand_on(level, op, args, kwargs, below)
-    return _hand_on(level, op, args, kwargs, below)
-
-
-def _hand_on(level: Level | None, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], below: Level | None) -> Any:
-    if level is _DEAD:
-        args, kwargs = map_tracers(resurrect, args), map_tracers(resurrect, kwargs)
-        return interpret(op, args, kwargs, below) if top_level(args, kwargs) is not None else op(*args, **kwargs)
-    if state.kept and op is not torch.ops.aten.detach_.default:  # which torch.tensor(..) ends with, and which leaves the values alone
-        for target in _written(op, args, kwargs):
-            for kept in state.kept:
-                kept.written(target)
-    if not is_random(op, args, kwargs):
-        return op(*args, **kwargs) if level is None else level.process(op, args, kwargs)
-    for told in state.draws:
-        told(kwargs.get("generator"))
-    before, state.heard = state.heard, state.heard if below is None else below.index
-    try:
-        for candidate in reversed(state.stack):
-            if level is not None and candidate.index <= level.index:
-                break
-            if candidate.index < state.heard and candidate.draws(op, args, kwargs):
-                return candidate.process(op, args, kwargs)
-        return op(*args, **kwargs) if level is None else level.process(op, args, kwargs)
-    finally:
-        state.heard = before
-
-
-_DEAD: Any = Level()
-
-
-def top_level(args: Any, kwargs: dict[str, Any]) -> Level | None:
-    """The highest level among the arguments, None without any tracer, `_DEAD` if one has outlived its transform."""
-    top: Level | None = None
-    for argument in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(argument, Tracer):
-            level = argument.level
-        elif isinstance(argument, (list, tuple)):  # `cat`, `stack`, `index`
-            inner = top_level(argument, {})
-            if inner is None:
-                continue
-            level = inner
-        else:
-            if isinstance(argument, torch.Tensor) and argument.requires_grad:
-                meet(argument)
-            continue
-        if not level.alive:
-            return _DEAD  # type: ignore[no-any-return]
-        if top is None or level.index > top.index:
-            top = level
-    return top
-
-
-def map_tracers(function: Callable[[Any], Any], tree: Any) -> Any:
-    """`function` applied to each tensor in an operator's arguments or results."""
-    if isinstance(tree, torch.Tensor):
-        return function(tree)
-    if isinstance(tree, (list, tuple)):
-        items = [map_tracers(function, item) for item in tree]
-        return items if isinstance(tree, list) else tuple(items)
-    if isinstance(tree, dict):
-        return {key: map_tracers(function, item) for key, item in tree.items()}
-    return tree
-
-
-def resurrect(tensor: torch.Tensor) -> torch.Tensor:
-    """What a tracer stands for on the floors that are left, if its transform has ended."""
-    while isinstance(tensor, Tracer) and not tensor.level.alive:
-        tensor = tensor.below()
-    return tensor
-
-
-def tensors_in(args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
-    """The tensors among an operator's arguments."""
-    for argument in itertools.chain(args, kwargs.values()):
-        if isinstance(argument, torch.Tensor):
-            yield argument
-        elif isinstance(argument, (list, tuple)):
-            yield from (item for item in argument if isinstance(item, torch.Tensor))

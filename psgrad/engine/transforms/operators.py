@@ -50,6 +50,15 @@ def is_composite(op: Op) -> bool:
         return False
 
 
+def written_by(op: Op, args: Any, kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that `op` writes to."""
+    operator = facts(op)
+    return [
+        *(args[position] for position in operator.mutated),
+        *(kwargs[name] for name in operator.mutated_kwargs if name in kwargs),
+    ]
+
+
 def is_random(op: Op, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether this call draws by itself. Attention kernels do so only with dropout, a randomised relu in training."""
     operator = facts(op)

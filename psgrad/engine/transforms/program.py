@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from psgrad.engine.transforms import generators
-from psgrad.engine.transforms.levels import map_tracers
+from psgrad.engine.transforms.interpreter import map_tracers
 from psgrad.engine.transforms.watch import (
     NoReads,
     NotCapturable,

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.transforms.levels import Attached, below_autograd, rules_only, state
+from psgrad.engine.transforms.interpreter import Attached, rules_only, state
+from psgrad.engine.transforms.levels import below_autograd
 from psgrad.engine.transforms.operators import aten
 
 _sequence = itertools.count()

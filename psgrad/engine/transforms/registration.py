@@ -10,7 +10,7 @@ import torch
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.autograd_function import Context, VmapInfo
 from psgrad.engine.transforms.calls import program_on
-from psgrad.engine.transforms.levels import tensors_in
+from psgrad.engine.transforms.interpreter import tensors_in
 from psgrad.engine.transforms.operators import Op, facts
 from psgrad.engine.transforms.rules import registry
 from psgrad.engine.transforms.rules.registry import JointVJP, Maker

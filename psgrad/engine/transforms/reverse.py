@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms.derivatives import DerivativeLevel, DerivativeTracer, Position
+from psgrad.engine.transforms.interpreter import Tracer, rewritten, tensors_in
 from psgrad.engine.transforms.kept import Kept
-from psgrad.engine.transforms.levels import Tracer, rewritten, tensors_in
 from psgrad.engine.transforms.operators import Op, facts
 from psgrad.engine.transforms.record import Closure, Edge, Node
 from psgrad.engine.transforms.rules.registry import DerivativeRule, JointVJP

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten
 
 from psgrad.engine.transforms import diagnostics, generators
-from psgrad.engine.transforms.levels import Tracer, innermost, map_tracers
+from psgrad.engine.transforms.interpreter import Tracer, innermost, map_tracers
 from psgrad.engine.transforms.operators import Op, aten
 
 

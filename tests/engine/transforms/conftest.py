@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from psgrad.engine.transforms.levels import state
+from psgrad.engine.transforms.interpreter import state
 
 FUNCTION_BASE = torch.autograd.Function.__mro__[1]
 
@@ -21,7 +21,7 @@ def _nothing_is_left_behind() -> Iterator[None]:
     assert state.stack == []
     assert not state.interpreting
     assert not state.cotangent_is_shared
-    assert not state.read_only
+    assert not state.watchers
     assert not state.draws
     assert state.outside is None
     assert "apply" not in vars(FUNCTION_BASE)

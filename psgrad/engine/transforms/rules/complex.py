@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.transforms.levels import innermost
+from psgrad.engine.transforms.interpreter import innermost
 from psgrad.engine.transforms.rules.elementwise import conj
 from psgrad.engine.transforms.rules.families import aten, elementwise, elementwise_batch, leading
 from psgrad.engine.transforms.rules.registry import Op, define, replace

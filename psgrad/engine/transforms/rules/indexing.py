@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms import diagnostics
-from psgrad.engine.transforms.levels import Tracer
+from psgrad.engine.transforms.interpreter import Tracer
 from psgrad.engine.transforms.rules.families import aten, leading, sum_to, wrap_dim
 from psgrad.engine.transforms.rules.registry import Op, constant, define, replace
 from psgrad.errors import TransformError

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms import diagnostics
-from psgrad.engine.transforms.levels import Tracer
+from psgrad.engine.transforms.interpreter import Tracer, refuse_new_data
 from psgrad.engine.transforms.rules.families import aten
 from psgrad.engine.transforms.rules.registry import Op, define, replace
 from psgrad.errors import TransformError
@@ -91,3 +91,9 @@ def _strided_scatter(
     if places.unique().numel() < places.numel():
         _refuse(f"strides {tuple(stride)}, to be written to", "several elements of what is written lie at one place")
     return aten.index_put.default(x.reshape(-1), [places], source.expand(tuple(size)).reshape(-1)).reshape(x.shape)
+
+
+@replace(aten._has_compatible_shallow_copy_type.default)
+def _before_new_data(x: torch.Tensor, data: torch.Tensor) -> bool:
+    """What PyTorch asks before it gives a tensor the memory of another, `weight.data = ...`: done with a traced one, it would crash."""
+    refuse_new_data()

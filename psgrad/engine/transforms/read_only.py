@@ -1,0 +1,43 @@
+"""Memory that must stay as it is while a function of the user's runs: it is computed with again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from psgrad.engine.transforms.interpreter import innermost, state
+from psgrad.engine.transforms.operators import Op, refuse_mutation, written_by
+
+
+@contextmanager
+def read_only(values: Iterable[Any]) -> Iterator[None]:
+    """Values that a function of the user's must leave as they are, as they, or their memory, are used elsewhere."""
+    memories = {memory_of(x) for x in values if isinstance(x, torch.Tensor)}
+
+    def refuse_writes(op: Op, args: Any, kwargs: dict[str, Any]) -> None:
+        for target in written_by(op, args, kwargs):
+            if isinstance(target, torch.Tensor) and memory_of(target) in memories:
+                refuse_mutation(
+                    op,
+                    "an argument of a function with a derivative of its own (custom_vjp, checkpoint, autograd.Function), or a cotangent",
+                    "the function's derivative is computed with the same tensor",
+                )
+
+    before = state.watchers
+    state.watchers = (*before, refuse_writes)
+    try:
+        yield
+    finally:
+        state.watchers = before
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """The memory under all tracers; two views of one tensor have the same."""
+    value = innermost(tensor)
+    if not isinstance(value, torch.Tensor):
+        return id(value)
+    with torch._C.DisableTorchFunction():  # nothing that the function depends on, whoever is watching
+        return value.untyped_storage()._cdata
