@@ -1,7 +1,7 @@
 """PyTorch's own autograd, used inside a transform: it sees nothing there, so what it would leave out in silence is refused by name.
 
 That is a module's backward hooks, which it skips where no tensor requires a gradient, and torch.autograd.functional, which takes what
-does not require one for constant. torch.autograd.grad and .backward() object by themselves (see Level.body).
+does not require one for constant. torch.func's forward mode would end the process. torch.autograd.grad and .backward() object by themselves (see Level.body).
 """
 
 from __future__ import annotations
@@ -41,6 +41,15 @@ def _refuse_functional(*args: Any, **kwargs: Any) -> None:
         )
 
 
+def _refuse_forward_mode(*args: Any, **kwargs: Any) -> None:
+    if state.stack:
+        raise TransformError(
+            f"torch.func.jvp, jacfwd, hessian or linearize inside the transformed function{diagnostics.where()}",
+            expected="their namesakes in psgrad.engine.transforms",
+            cause="PyTorch's forward mode needs the memory of tensors, which traced ones have none of",
+        )
+
+
 class _Refusing(AbstractContextManager[None]):
     """While a transform runs in any thread, a function of PyTorch's asks `refuse` first."""
 
@@ -72,5 +81,6 @@ class _Refusing(AbstractContextManager[None]):
 
 switches += [
     _Refusing(BackwardHook, "_apply_on_tensors", _refuse_hooks),
+    _Refusing(sys.modules["torch._functorch.eager_transforms"], "_jvp_with_argnums", _refuse_forward_mode),
     _Refusing(sys.modules["torch.autograd.functional"], "_autograd_grad", _refuse_functional),
 ]

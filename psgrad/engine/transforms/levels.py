@@ -125,11 +125,7 @@ class Level:
 
 
 _TORCHS_TRANSFORM_RUNS = torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
-
-
 _forward_mode: Any = sys.modules["torch.autograd.forward_ad"]
-
-
 _AUTOGRAD_FINDS_NOTHING = ("does not require grad and does not have a grad_fn", "can't retain_grad on Tensor")
 
 

@@ -224,6 +224,14 @@ INSIDE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
         lambda x: torch.autograd.functional.jacobian(lambda y: y**2, x, create_graph=True).sum(),
         "torch.autograd.functional inside",
     ),
+    "torch.func.jvp": (
+        lambda x: torch.func.jvp(lambda y: (y**3).sum(), (x,), (x,))[1],
+        "torch.func.jvp, jacfwd, hessian or linearize inside",
+    ),
+    "torch.func.hessian": (
+        lambda x: torch.func.hessian(lambda y: (y**3).sum())(x).sum(),
+        "torch.func.jvp, jacfwd, hessian or linearize inside",
+    ),
     "a tensor's hook": (a_hook, "a hook on a traced tensor"),
     "a module's hook": (hooked_layer(), "a backward hook of a module"),
     "data": (assigned_data, "an assignment to .data"),
