@@ -76,6 +76,8 @@ def stack_module_state(models: Sequence[nn.Module]) -> tuple[dict[str, torch.Ten
 def _stacked(tensors: Sequence[torch.Tensor], name: str) -> torch.Tensor:
     if any(t.requires_grad != tensors[0].requires_grad for t in tensors):
         raise TransformError(f"stack_module_state: Expected {name} to have the same .requires_grad for all models")
+    if any(t.shape != tensors[0].shape for t in tensors):
+        raise TransformError(f"stack_module_state: Expected {name} to have the same shape for all models")
     return torch.stack([t.detach() for t in tensors]).requires_grad_(tensors[0].requires_grad)
 
 

@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
@@ -89,6 +89,22 @@ class Tracer(torch.Tensor):
 
     def tolist(self) -> Any:
         return [item.tolist() for item in self.unbind()] if self.dim() else self.item()
+
+    def data_ptr(self) -> int:
+        raise TransformError(
+            f"the address of a traced tensor{diagnostics.where()}",
+            cause="a traced tensor has no memory; a kernel that is called with the address would read somebody else's",
+            next_step="make the kernel an operator (torch.library.custom_op), and give it a rule: docs/adding-an-operator.md",
+        )
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        if not requires_grad:
+            raise TransformError(
+                f"requires_grad_(False) on a traced tensor{diagnostics.where()}",
+                cause="what a transform differentiates is said by its arguments; the gradient would go on as if nothing had been said",
+                next_step="call .detach(), or use torch.no_grad() where the gradient should end",
+            )
+        return self
 
     def numpy(self, *, force: bool = False) -> Any:
         raise TransformError(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import _broadcast_to_and_flatten, tree_flatten, tree_unflatten
 
 from psgrad.engine.transforms import generators
 from psgrad.engine.transforms.batching import RANDOMNESS, BatchLevel
@@ -245,8 +245,10 @@ def _prefix_leaves(prefix: Any, tree: Any) -> list[Any] | None:
         if not isinstance(tree, dict) or set(prefix) != set(tree):
             return None
         pairs = [(prefix[key], tree[key]) for key in tree]
-    else:
+    elif tree_flatten(prefix)[1].num_nodes == 1:
         return [prefix]
+    else:
+        return _broadcast_to_and_flatten(prefix, tree_flatten(tree)[1])  # a structure that its user registered
     leaves: list[Any] = []
     for part, sub in pairs:
         found = _prefix_leaves(part, sub)
