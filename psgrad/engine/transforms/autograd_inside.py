@@ -1,7 +1,8 @@
 """PyTorch's own autograd, used inside a transform: it sees nothing there, so what it would leave out in silence is refused by name.
 
-That is a module's backward hooks, which it skips where no tensor requires a gradient, and torch.autograd.functional, which takes what
-does not require one for constant. torch.func's forward mode would end the process. torch.autograd.grad and .backward() object by themselves (see Level.body).
+That is a module's backward hooks, which it skips where no tensor requires a gradient; torch.autograd.functional, which takes what does not
+require one for constant; and torch.func's forward mode, which would end the process. torch.autograd.grad and .backward() object by
+themselves (see Level.body).
 """
 
 from __future__ import annotations
