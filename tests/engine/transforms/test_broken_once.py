@@ -277,3 +277,21 @@ def test_inside_torchs_transforms_ours_are_refused(name: str) -> None:
 def test_torchs_transforms_work_inside_ours() -> None:
     torch.testing.assert_close(vmap(lambda x: torch.func.grad(lambda y: (y**3).sum())(x))(X), 3 * X**2)
     torch.testing.assert_close(grad(lambda x: torch.func.vmap(lambda y: (y**3).sum())(x).sum())(X), 3 * X**2)
+
+
+# -- other layouts in memory ---------------------------------------------------------------------------------------------------------------
+
+IMAGES = torch.linspace(-2, 2, 2 * 4 * 3 * 5, dtype=torch.float64).sin().reshape(2, 4, 3, 5)
+
+
+@pytest.mark.parametrize("inputs", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("cotangents", [torch.contiguous_format, torch.channels_last])
+def test_group_norm_of_channels_last_images(inputs: torch.memory_format, cotangents: torch.memory_format) -> None:
+    weights = IMAGES.cos().contiguous(memory_format=cotangents)
+
+    def function(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        return (F.group_norm(x, 2, scale, shift) * weights).sum()
+
+    arguments = [IMAGES.contiguous(memory_format=inputs), torch.ones(4, dtype=IMAGES.dtype), torch.zeros(4, dtype=IMAGES.dtype)]
+    leaves = [t.clone().requires_grad_() for t in arguments]
+    torch.testing.assert_close(grad(function, (0, 1, 2))(*arguments), torch.autograd.grad(function(*leaves), leaves))

@@ -120,7 +120,10 @@ def _group_norm_back(out: Any, x: torch.Tensor, weight: Any, bias: Any, b: int, 
         grads: Any = (None, None, None)
         if gs[0] is not None:
             wanted = [position in positions for position in range(3)]
-            grads = aten.native_group_norm_backward.default(gs[0], x, mean, rstd, weight, b, c, hw, groups, wanted)
+            # the kernel reads both as if they lay in memory alike
+            grads = aten.native_group_norm_backward.default(
+                gs[0].contiguous(), x.contiguous(), mean, rstd, weight, b, c, hw, groups, wanted
+            )
         found = {position: grads[position] for position in positions}
         if 0 in found:
             found[0] = _input_back(lambda _: grads[0], x, mean, rstd)(gs)
