@@ -116,8 +116,6 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
         primals_flat = [leaf.value for leaf in leaves]
         out, aux = split_aux(func(*traced), has_aux)
         flat, out_spec = tree_flatten(out)
-        if not flat:
-            raise TransformError("vjp(f, *primals): Expected f to be a function that has non-empty output")
         for item in flat:
             if not isinstance(item, torch.Tensor):
                 raise TransformError(

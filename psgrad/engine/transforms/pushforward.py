@@ -37,8 +37,6 @@ def jvp(func: Callable[..., Any], primals: Any, tangents: Any, *, strict: bool =
         traced = tree_unflatten([level.dual(x, t) for x, t in zip(values, along, strict=True)], spec)
         out, aux = split_aux(func(*traced), has_aux)
         flat, out_spec = tree_flatten(out)
-        if not flat:
-            raise TransformError("jvp(f, primals, tangents): Expected f to be a function that has non-empty output")
         pairs = [_value_and_tangent(level, item, strict) for item in flat]
         aux = tree_map(lambda x: lower(level, x), aux)
     # The level is over: zeros made here are no values of its own.
