@@ -2,7 +2,7 @@
 
 PyTorch has no hook for the call. But `Function.apply` looks its next step up in a base class, as an attribute that comes from C; while a
 transform runs, the base class has one of its own, ours, which also reaches functions that were bound before (`f = MyFunction.apply`).
-Since PyTorch 2.15 `Function.apply` comes from C itself and is what has to be ours: one that was bound before stays PyTorch's, and is
+Since PyTorch 2.14 `Function.apply` comes from C itself and is what has to be ours: one that was bound before stays PyTorch's, and is
 refused as soon as its backward would be needed.
 
 A Function must be written with `setup_context`, as torch.func demands too: else what its forward keeps for the backward belongs to a

@@ -123,7 +123,7 @@ apply_tripled = Tripled.apply
 
 
 def test_one_that_was_bound_before_any_transform() -> None:
-    """PyTorch 2.15 calls it from C, where nothing can be in between: refused, as a gradient of its own would be wrong."""
+    """PyTorch 2.14 calls it from C, where nothing can be in between: refused, as a gradient of its own would be wrong."""
     loss = lambda x: apply_tripled(x, Y)[0].sum()
     if isinstance(vars(torch.autograd.Function)["apply"], classmethod):
         agree(grad(loss)(X[0]), grad(lambda x: Tripled.apply(x, Y)[0].sum())(X[0]))

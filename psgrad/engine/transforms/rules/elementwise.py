@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch._prims_common import is_non_overlapping_and_dense_or_false
+from torch.torch_version import TorchVersion
 
 from psgrad.engine.transforms.rules.families import aten, broadcasting, cast, elementwise, elementwise_batch, sum_to
 from psgrad.engine.transforms.rules.registry import constant, define
@@ -76,8 +77,8 @@ elementwise(aten.minimum.default, x0=lambda out, x, y: lambda g: _share(g, y, x)
 elementwise(aten.xlogy.Tensor, x0=lambda out, x, y: lambda g: g * _log_where(x, y), x1=lambda out, x, y: lambda g: g * x / y)
 elementwise(aten.where.self, x1=lambda out, c, x, y: lambda g: _where0(c, g), x2=lambda out, c, x, y: lambda g: _where0(~c, g))
 elementwise(aten.clamp.default, x0=lambda out, x, low=None, high=None: lambda g: _where0(_inside(x, low, high), g))
-elementwise(aten.clamp_min.default, x0=lambda out, x, low: lambda g: _where0(x >= low, g))
-elementwise(aten.clamp_max.default, x0=lambda out, x, high: lambda g: _where0(x <= high, g))
+elementwise(aten.clamp_min.default, x0=lambda out, x, low: lambda g: _where0(_inside(x, low, None), g))
+elementwise(aten.clamp_max.default, x0=lambda out, x, high: lambda g: _where0(_inside(x, None, high), g))
 elementwise(aten.hardtanh.default, x0=lambda out, x, low=-1, high=1: lambda g: aten.hardtanh_backward(g, x, low, high))
 elementwise(aten.masked_fill.Scalar, x0=lambda out, x, mask, value: lambda g: aten.masked_fill.Scalar(g, mask, 0))
 elementwise(
@@ -87,16 +88,16 @@ elementwise(
 )
 elementwise(aten.copysign.Scalar, x0=lambda out, x, y: lambda g: g * _sign_change(out, x))
 elementwise(aten.nextafter.default, x0=lambda out, x, y: lambda g: _where0(x != y, g))
-# At a tie, and against nan, the first argument is taken.
+# Against nan the other argument is taken.
 elementwise(
     aten.fmax.default,
-    x0=lambda out, x, y: lambda g: _where0((x >= y) | y.isnan(), g),
-    x1=lambda out, x, y: lambda g: _where0(~((x >= y) | y.isnan()), g),
+    x0=lambda out, x, y: lambda g: _where0((x >= y) | y.isnan(), _shared(g, x == y)),
+    x1=lambda out, x, y: lambda g: _where0(_beyond(y, x) | x.isnan() & ~y.isnan(), _shared(g, x == y)),
 )
 elementwise(
     aten.fmin.default,
-    x0=lambda out, x, y: lambda g: _where0((x <= y) | y.isnan(), g),
-    x1=lambda out, x, y: lambda g: _where0(~((x <= y) | y.isnan()), g),
+    x0=lambda out, x, y: lambda g: _where0((x <= y) | y.isnan(), _shared(g, x == y)),
+    x1=lambda out, x, y: lambda g: _where0(_beyond(x, y) | x.isnan() & ~y.isnan(), _shared(g, x == y)),
 )
 
 
@@ -170,10 +171,58 @@ def _where0(condition: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
     return torch.where(condition, g, torch.zeros((), dtype=g.dtype, device=g.device))
 
 
+# What passes where a value lies on its bound is a choice, and PyTorch's has changed: up to 2.13 the value has all of it; since then a
+# value has nothing on a bound that is a number, and one half on a bound that is a tensor, which has the other.
+BOUNDS_SHARE = TorchVersion(torch.__version__) >= (2, 14)
+
+
 def _inside(x: torch.Tensor, low: Any, high: Any) -> torch.Tensor:
+    above, below = (x.__gt__, x.__lt__) if BOUNDS_SHARE else (x.__ge__, x.__le__)
     if low is None:
-        return x <= high
-    return x >= low if high is None else (x >= low) & (x <= high)
+        return below(high)
+    return above(low) if high is None else above(low) & below(high)
+
+
+def _beyond(greater: torch.Tensor, less: torch.Tensor) -> torch.Tensor:
+    """Where the bound is in force, or has a share."""
+    return greater >= less if BOUNDS_SHARE else greater > less
+
+
+def _shared(g: torch.Tensor, tie: torch.Tensor) -> torch.Tensor:
+    return torch.where(tie, g / 2, g) if BOUNDS_SHARE else g
+
+
+# The VJPs of a value and of its bound.
+_AT_LEAST = (
+    lambda out, x, low: lambda g: _where0(x >= low, _shared(g, x == low)),
+    lambda out, x, low: lambda g: _where0(_beyond(low, x), _shared(g, x == low)),
+)
+_AT_MOST = (
+    lambda out, x, high: lambda g: _where0(x <= high, _shared(g, x == high)),
+    lambda out, x, high: lambda g: _where0(_beyond(x, high), _shared(g, x == high)),
+)
+
+
+def _between(position: int) -> Any:
+    """The same for two bounds, of which the upper one counts where they cross."""
+
+    def make(out: torch.Tensor, x: torch.Tensor, low: Any = None, high: Any = None) -> Any:
+        if high is None:
+            return _AT_LEAST[position](out, x, low)
+        if low is None:
+            return _AT_MOST[min(position, 1)](out, x, high)
+        tie = ((x == low) | (x == high)) & (low < high)
+        counts = ((x >= low) & (x <= high), (x < low) & (low <= high), (x > high) | (high < low))[position]
+        if BOUNDS_SHARE and position:
+            counts = counts | (tie & (x == (low, high)[position - 1]))
+        return lambda g: _where0(counts, _shared(g, tie))
+
+    return make
+
+
+elementwise(aten.clamp_min.Tensor, x0=_AT_LEAST[0], x1=_AT_LEAST[1])
+elementwise(aten.clamp_max.Tensor, x0=_AT_MOST[0], x1=_AT_MOST[1])
+elementwise(aten.clamp.Tensor, x0=_between(0), x1=_between(1), x2=_between(2))
 
 
 # -- functions of one variable --------------------------------------------------------------------------------------------------

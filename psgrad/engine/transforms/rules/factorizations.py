@@ -49,7 +49,7 @@ def _cholesky_ex_back(out: Any, a: torch.Tensor, *, upper: bool = False, check_e
     return lambda gs: back(gs[0])
 
 
-if hasattr(aten, "cholesky"):  # superseded by linalg_cholesky_ex, and gone from PyTorch 2.15
+if hasattr(aten, "cholesky"):  # superseded by linalg_cholesky_ex, and gone from PyTorch 2.14
     define(aten.cholesky.default, vjp={0: lambda out, a, upper=False: _cholesky_back(out, upper)}, batch=leading)
 define(aten.linalg_cholesky_ex.default, vjp={0: _cholesky_ex_back}, batch=leading)
 

@@ -49,7 +49,7 @@ def _picked(spatial: int) -> Any:
 
 define(aten.max_pool2d_with_indices.default, vjp={0: _max_pool_back(aten.max_pool2d_with_indices_backward.default, 2)}, batch=pooled(2))
 define(aten.max_pool3d_with_indices.default, vjp={0: _max_pool_back(aten.max_pool3d_with_indices_backward.default, 3)}, batch=pooled(3))
-define(aten.max_pool2d_with_indices_backward.default, batch=pooled(2))
+define(aten.max_pool2d_with_indices_backward.default, vjp={0: _picked(2)}, batch=pooled(2))
 define(aten.max_pool3d_with_indices_backward.default, vjp={0: _picked(3)}, batch=pooled(3))
 
 define(
