@@ -2,6 +2,7 @@
 
 from psgrad.engine.transforms import autograd_function as autograd_function
 from psgrad.engine.transforms import autograd_inside as autograd_inside
+from psgrad.engine.transforms import recorded as recorded
 from psgrad.engine.transforms.capture import capture as capture
 from psgrad.engine.transforms.checkpoint import checkpoint as checkpoint
 from psgrad.engine.transforms.custom import custom_jvp as custom_jvp

@@ -16,7 +16,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 
 import torch
@@ -144,7 +144,14 @@ def refuse_new_data() -> NoReturn:
 
 def rewritten(old: Any, new: Any) -> Any:
     """`new` written under no_grad where `old` was: see Tracer.rewritten. A value that no level follows is just replaced."""
-    return old.rewritten(new) if isinstance(old, Tracer) else new
+    if isinstance(old, Tracer):
+        return old.rewritten(new)
+    if state.outside is None or not (state.attached and old.requires_grad):
+        return new
+    with torch._C._ForceDispatchKeyGuard(*state.outside):
+        with torch.enable_grad():
+            place = old.clone()
+        return place.copy_(new)
 
 
 def innermost(value: Any) -> Any:
@@ -235,8 +242,44 @@ class Attached(TorchDispatchMode):
         kwargs = kwargs or {}
         if top_level(args, kwargs) is not None or state.outside is None:
             return interpret(op, args, kwargs)
+        written = written_for_autograd.get(op)
+        if written is not None and torch.is_grad_enabled() and any(x.requires_grad for x in tensors_in(args, kwargs)):
+            with Attached():
+                return written(*args, **kwargs)
         with torch._C._ForceDispatchKeyGuard(*state.outside):
             return op(*args, **kwargs)
+
+
+# Operators that PyTorch's autograd must not see as they are, and how they are written for it (see recorded.py).
+written_for_autograd: dict[Op, Callable[..., Any]] = {}
+
+
+@contextmanager
+def attachable(recording: bool) -> Iterator[None]:
+    """For the outermost transform: note how the dispatcher was set around it."""
+    before = state.outside, state.attached
+    state.outside = (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()) if recording else None
+    state.attached = False
+    try:
+        yield
+    finally:
+        state.outside, state.attached = before
+
+
+def below_autograd() -> Any:
+    """Operators go past PyTorch's autograd and its bookkeeping of views: nothing is recorded, and composite operators stay whole."""
+    return torch._C._AutoDispatchBelowADInplaceOrView()
+
+
+@contextmanager
+def recorded_outside() -> Iterator[None]:
+    """While the pass back runs: PyTorch's autograd records it, where it records at all."""
+    with ExitStack() as exits:
+        if not state.stack:
+            exits.enter_context(attachable(torch.is_grad_enabled()))
+            exits.enter_context(below_autograd())
+        exits.enter_context(Attached())
+        yield
 
 
 def in_pieces(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.branching import Divergence
-from psgrad.engine.transforms.interpreter import Interpreter, Tracer, state
+from psgrad.engine.transforms.interpreter import Interpreter, Tracer, attachable, below_autograd, state
 from psgrad.engine.transforms.operators import Op
 from psgrad.errors import TransformError
 
@@ -68,7 +68,7 @@ class Level:
         _refuse_torchs_transforms()
         with ExitStack() as exits:
             if not state.stack:
-                exits.enter_context(_attachable(attach and torch.is_grad_enabled()))
+                exits.enter_context(attachable(attach and torch.is_grad_enabled()))
             grad_mode = torch.is_grad_enabled() if grad_mode is None else grad_mode
             exits.enter_context(torch.inference_mode(False))  # which switches recording on
             exits.enter_context(torch.set_grad_enabled(grad_mode))
@@ -97,7 +97,7 @@ class Level:
         """Inside the level once more, after it was left: the pass back runs a function of the user's."""
         with ExitStack() as exits:
             if not state.stack:
-                exits.enter_context(_attachable(torch.is_grad_enabled()))
+                exits.enter_context(attachable(torch.is_grad_enabled()))
             exits.enter_context(below_autograd())
             exits.enter_context(users_program())
             exits.enter_context(self.active())
@@ -143,23 +143,6 @@ def _number_from(place: int) -> None:
     """Levels are compared by their place in the stack."""
     for above, level in enumerate(state.stack[place:]):
         level.index = place + above + 1
-
-
-@contextmanager
-def _attachable(recording: bool) -> Iterator[None]:
-    """For the outermost transform: note how the dispatcher was set around it."""
-    before = state.outside, state.attached
-    state.outside = (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()) if recording else None
-    state.attached = False
-    try:
-        yield
-    finally:
-        state.outside, state.attached = before
-
-
-def below_autograd() -> Any:
-    """Operators go past PyTorch's autograd and its bookkeeping of views: nothing is recorded, and composite operators stay whole."""
-    return torch._C._AutoDispatchBelowADInplaceOrView()
 
 
 class _SlowPaths:

@@ -10,13 +10,12 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from psgrad.engine.transforms.interpreter import Attached, rules_only, state
-from psgrad.engine.transforms.levels import below_autograd
+from psgrad.engine.transforms.interpreter import below_autograd, recorded_outside, rules_only, state
 from psgrad.engine.transforms.operators import aten
 
 _sequence = itertools.count()
@@ -93,7 +92,7 @@ def pull_back(
     numbers = {node: number for number, node in enumerate(leaves) if node is not None}
     uses = _count_uses([place.node for place, _ in seeds], wanted) if consume is not None else {}
     with (
-        _recording(attached or state.attached or any(c is not None and c.requires_grad for _, c in seeds)),
+        recorded_outside() if attached or state.attached or any(c is not None and c.requires_grad for _, c in seeds) else below_autograd(),
         rules_only(),
         _cotangents_of_shared_values() as shared,
     ):
@@ -132,12 +131,6 @@ def pull_back(
                 consume(number, finished.get(leaf))
         return []
     return [finished.get(node) if node is not None else None for node in leaves]
-
-
-def _recording(attached: bool) -> Any:
-    if not attached:
-        return below_autograd()
-    return Attached() if state.stack else nullcontext()
 
 
 def _count_uses(ends: Sequence[Node | None], wanted: set[Node]) -> dict[Node, int]:

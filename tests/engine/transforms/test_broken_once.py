@@ -295,3 +295,49 @@ def test_group_norm_of_channels_last_images(inputs: torch.memory_format, cotange
     arguments = [IMAGES.contiguous(memory_format=inputs), torch.ones(4, dtype=IMAGES.dtype), torch.zeros(4, dtype=IMAGES.dtype)]
     leaves = [t.clone().requires_grad_() for t in arguments]
     torch.testing.assert_close(grad(function, (0, 1, 2))(*arguments), torch.autograd.grad(function(*leaves), leaves))
+
+
+# -- PyTorch's autograd looks on from outside ------------------------------------------------------------------------------------------------
+
+MATRIX = torch.tensor([[3.0, 0.5, -0.2], [0.1, 2.5, 0.4], [-0.3, 0.2, 4.0]], dtype=torch.float64)
+
+
+def clamped_under_no_grad(x: Tensor) -> Tensor:
+    y = x * x
+    with torch.no_grad():
+        y.clamp_(min=0.2)
+    return y * x
+
+
+LOOKED_ON: dict[str, Callable[[Tensor], Tensor]] = {
+    "solve": lambda x: torch.linalg.solve(MATRIX + x.outer(x), x),
+    "solve from the right": lambda x: torch.linalg.solve(MATRIX + x.outer(x), x[None] * MATRIX[:2], left=False),
+    "layer norm": lambda x: F.layer_norm(x, (3,)),
+    "layer norm with weights": lambda x: F.layer_norm(x.outer(x), (3,), x, x + 1),
+    "group norm": lambda x: F.group_norm((x.outer(x) + MATRIX)[None], 3, x, x + 1),
+    "cosine similarity": lambda x: F.cosine_similarity(x.outer(x) + MATRIX, MATRIX, 0),
+    "gaussian likelihood": lambda x: F.gaussian_nll_loss(x, MATRIX[0], x * x),
+    "silu": F.silu,
+    "mish": F.mish,
+    "logit": lambda x: torch.logit(x.sigmoid()),
+    "circular padding": lambda x: F.pad(x[None], (1, 1), mode="circular").cumprod(1),
+    "a write under no_grad": clamped_under_no_grad,
+    "attention": lambda x: F.scaled_dot_product_attention(*[t.reshape(1, 1, 3, 3) for t in (x.outer(x), MATRIX * x, MATRIX + x)]),
+}
+
+
+@pytest.mark.parametrize("name", LOOKED_ON)
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f: lambda x: grad(f)(x),
+        lambda f: lambda x: vmap(grad(f))(torch.stack([x, 2 * x])),
+        lambda f: lambda x: vjp(f, x)[1](x.sum())[0],
+        lambda f: lambda x: jvp(f, (x,), (x.detach(),))[1],
+        lambda f: lambda x: hessian(f)(x),
+    ],
+)
+def test_differentiated_from_outside_as_from_inside(name: str, transform: Callable[..., Callable[[Tensor], Tensor]]) -> None:
+    function = transform(lambda x: LOOKED_ON[name](x).sin().sum())
+    leaf = X[0].clone().requires_grad_()
+    torch.testing.assert_close(torch.autograd.grad(function(leaf).cos().sum(), leaf)[0], grad(lambda x: function(x).cos().sum())(X[0]))
