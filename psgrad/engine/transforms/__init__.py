@@ -1,5 +1,6 @@
 """Function transforms of our own: vmap, grad and their kin, with the semantics of torch.func."""
 
+from psgrad.engine.transforms import assumptions as assumptions
 from psgrad.engine.transforms import autograd_function as autograd_function
 from psgrad.engine.transforms import autograd_inside as autograd_inside
 from psgrad.engine.transforms import recorded as recorded

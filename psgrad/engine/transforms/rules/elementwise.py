@@ -173,7 +173,7 @@ def _where0(condition: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
 
 # What passes where a value lies on its bound is a choice, and PyTorch's has changed: up to 2.13 the value has all of it; since then a
 # value has nothing on a bound that is a number, and one half on a bound that is a tensor, which has the other.
-BOUNDS_SHARE = TorchVersion(torch.__version__) >= (2, 14)
+BOUNDS_SHARE = TorchVersion(torch.__version__) >= TorchVersion("2.14")
 
 
 def _inside(x: torch.Tensor, low: Any, high: Any) -> torch.Tensor:
