@@ -648,7 +648,6 @@ BEYOND |= {
         [M, M.T],
         "lists, tuples and named tuples stand for one another",
     ),
-    "a captured tensor along another axis": (lambda tf: tf.vmap(lambda x: T, out_dims=1)(M), T[:, None].expand(3, 4), "as for any output"),
     "chunks of what is not mapped": (
         lambda tf: tf.vmap(lambda x: (x, T), out_dims=(0, None), chunk_size=2)(M),
         (M, T),

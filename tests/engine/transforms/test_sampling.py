@@ -43,7 +43,12 @@ def test_grid_sampling(axes: int, mode: str, padding: str, align: bool) -> None:
     torch.testing.assert_close(
         vmap(grad(loss, argnums=1), in_dims=(None, 0))(images[0], grids), *gradients_by_loop(loss, shared, grids, argnums=(1,))
     )
-    twice = gradients_by_loop(size_by_autograd, images, grids, argnums=(0, 1))
+    try:
+        twice = gradients_by_loop(size_by_autograd, images, grids, argnums=(0, 1))
+    except RuntimeError as error:
+        if "_backward is not implemented" not in str(error):
+            raise
+        pytest.skip("PyTorch before 2.13 has no second derivative to hold ours against")
     torch.testing.assert_close(vmap(grad(size_of_gradient, (0, 1)))(images, grids), twice)
 
 

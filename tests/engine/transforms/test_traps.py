@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from psgrad.engine.transforms import functional_call, grad, vmap
@@ -243,7 +244,8 @@ def test_composite_operators_at_every_level(name: str) -> None:
     torch.testing.assert_close(vmap(f)(rows), torch.stack([f(row) for row in rows]))
     torch.testing.assert_close(vmap(grad(loss))(rows), torch.stack(once))
     torch.testing.assert_close(grad(lambda m: vmap(loss)(m).sum())(rows), torch.stack(once))
-    twice = torch.stack([torch.autograd.functional.hessian(loss, row).sum((0, 1)) for row in rows])
+    with sdpa_kernel(SDPBackend.MATH):  # of the fused kernels, which newer ones choose for this shape, PyTorch has no second derivative
+        twice = torch.stack([torch.autograd.functional.hessian(loss, row).sum((0, 1)) for row in rows])
     torch.testing.assert_close(vmap(grad(lambda x: grad(loss)(x).sum()))(rows), twice)
     with torch.no_grad():
         torch.testing.assert_close(vmap(grad(loss))(rows), torch.stack(once))
