@@ -243,9 +243,11 @@ class Attached(TorchDispatchMode):
         if top_level(args, kwargs) is not None or state.outside is None:
             return interpret(op, args, kwargs)
         written = written_for_autograd.get(op)
-        if written is not None and torch.is_grad_enabled() and any(x.requires_grad for x in tensors_in(args, kwargs)):
-            with Attached():
-                return written(*args, **kwargs)
+        if written is not None and torch.is_grad_enabled():
+            tensors = list(tensors_in(args, kwargs))
+            if any(x.requires_grad for x in tensors) and all(x.numel() for x in tensors):  # there are tables that divide by sizes
+                with Attached():
+                    return written(*args, **kwargs)
         with torch._C._ForceDispatchKeyGuard(*state.outside):
             return op(*args, **kwargs)
 
@@ -258,7 +260,10 @@ written_for_autograd: dict[Op, Callable[..., Any]] = {}
 def attachable(recording: bool) -> Iterator[None]:
     """For the outermost transform: note how the dispatcher was set around it."""
     before = state.outside, state.attached
-    state.outside = (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()) if recording else None
+    if not recording:
+        state.outside = None
+    elif state.outside is None:  # else the pass back runs a transform of its own, and is recorded already
+        state.outside = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     state.attached = False
     try:
         yield

@@ -1,7 +1,8 @@
 """How operators are written where PyTorch's autograd, looking on from outside, differentiates what a transform has computed.
 
 It has no derivative of some kernels, which it knows as derivatives of others; and results that its own derivatives keep for themselves (the
-factors of a linear system, the mean that a norm took off) it takes for constant, though our rules go on computing with them.
+factors of a linear system, the mean that a norm took off) it takes for constant, though our rules go on computing with them. Fused
+attention stays as it is, as in PyTorch itself: who asks for the derivative of its derivative is told that there is none.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from torch._decomp import decomposition_table
 
 from psgrad.engine.transforms.interpreter import written_for_autograd
 from psgrad.engine.transforms.operators import aten
-from psgrad.engine.transforms.rules.registry import decomposition_of
 
 for _op in (
     aten.silu_backward.default,
@@ -24,15 +24,6 @@ for _op in (
     aten.native_group_norm_backward.default,
 ):
     written_for_autograd[_op] = decomposition_table[_op]
-
-for _op in (
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-    aten._scaled_dot_product_flash_attention_backward.default,
-    aten._scaled_dot_product_efficient_attention_backward.default,
-    aten._scaled_dot_product_cudnn_attention_backward.default,
-):
-    if (_function := decomposition_of(_op)) is not None:
-        written_for_autograd[_op] = _function
 
 
 def _copy(x: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:

@@ -297,7 +297,7 @@ def test_group_norm_of_channels_last_images(inputs: torch.memory_format, cotange
     torch.testing.assert_close(grad(function, (0, 1, 2))(*arguments), torch.autograd.grad(function(*leaves), leaves))
 
 
-# -- PyTorch's autograd looks on from outside ------------------------------------------------------------------------------------------------
+# -- PyTorch's autograd looks on from outside ---------------------------------------------------------------------------------------------
 
 MATRIX = torch.tensor([[3.0, 0.5, -0.2], [0.1, 2.5, 0.4], [-0.3, 0.2, 4.0]], dtype=torch.float64)
 
@@ -322,7 +322,6 @@ LOOKED_ON: dict[str, Callable[[Tensor], Tensor]] = {
     "logit": lambda x: torch.logit(x.sigmoid()),
     "circular padding": lambda x: F.pad(x[None], (1, 1), mode="circular").cumprod(1),
     "a write under no_grad": clamped_under_no_grad,
-    "attention": lambda x: F.scaled_dot_product_attention(*[t.reshape(1, 1, 3, 3) for t in (x.outer(x), MATRIX * x, MATRIX + x)]),
 }
 
 
@@ -341,3 +340,10 @@ def test_differentiated_from_outside_as_from_inside(name: str, transform: Callab
     function = transform(lambda x: LOOKED_ON[name](x).sin().sum())
     leaf = X[0].clone().requires_grad_()
     torch.testing.assert_close(torch.autograd.grad(function(leaf).cos().sum(), leaf)[0], grad(lambda x: function(x).cos().sum())(X[0]))
+
+
+def test_attention_that_is_looked_on_has_no_second_derivative() -> None:
+    leaf = MATRIX.clone().requires_grad_()
+    gradient = grad(lambda x: F.scaled_dot_product_attention(*[t.reshape(1, 1, 3, 3) for t in (x, MATRIX, x)]).sum())(leaf)
+    with pytest.raises(RuntimeError, match="derivative for aten::_scaled_dot_product_flash_attention_for_cpu_backward is not implemented"):
+        torch.autograd.grad(gradient.sum(), leaf)
