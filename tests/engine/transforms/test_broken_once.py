@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from psgrad.engine.gradients import per_sample_gradients
 from psgrad.engine.transforms import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
-from psgrad.errors import TransformError
+from psgrad.errors import TransformError, UnsupportedOperatorError
 from tests.engine.transforms.loops import gradients_by_loop
 
 X = torch.tensor([[1.5, -0.5, 0.25], [-2.0, 0.75, -1.0], [0.0, 1.0, 3.0]], dtype=torch.float64)
 NOTHING = torch.zeros(3, dtype=torch.float64)
+W = torch.tensor([2.0, -3.0, 0.5], dtype=torch.float64)
 
 # -- what is masked out has no derivative, however steep what comes after it is there -------------------------------------------------
 
@@ -46,6 +47,13 @@ def test_what_is_masked_out_stays_out(name: str) -> None:
     torch.testing.assert_close(vmap(grad(function))(X), gradients_by_loop(function, X)[0], rtol=1e-7, atol=1e-12, equal_nan=True)
 
 
+@pytest.mark.parametrize("transform", [lambda f: grad(f)(W), lambda f: jvp(f, (W,), (W,)), lambda f: vmap(grad(f))(X)])
+def test_class_weights_of_a_likelihood_have_no_derivative(transform: Callable[..., Any]) -> None:
+    """PyTorch has none; it was taken for zero."""
+    with pytest.raises(UnsupportedOperatorError, match="in its argument 'weight'"):
+        transform(lambda w: F.cross_entropy(X, torch.tensor([0, 1, 2]), weight=w))
+
+
 # -- derivatives of scalars in scalars -------------------------------------------------------------------------------------------------
 
 
@@ -57,8 +65,6 @@ def test_a_jacobian_of_a_number_in_a_number(derivative: Callable[..., Callable[.
 
 
 # -- a record that is used later, and a write in between --------------------------------------------------------------------------------
-
-W = torch.tensor([2.0, -3.0, 0.5], dtype=torch.float64)
 
 
 def written_outside(through: Callable[[Tensor], Tensor], derivative: Callable[..., Any]) -> Tensor:

@@ -146,7 +146,8 @@ for _forward, _backward in (
         vjp={
             0: lambda out, x, target, weight, reduction, ignore_index, backward=_backward: (
                 lambda gs: backward(gs[0], x, target, weight, reduction, ignore_index, out[1]) if gs[0] is not None else None
-            )
+            ),
+            2: no_derivative("aten::nll_loss", "weight"),
         },
         batch=_nll_batch,
     )
