@@ -74,10 +74,15 @@ def test_a_row_is_right_for_as_many_entries_as_the_bar_says(row: str) -> None:
     assert sweep_table.counts()[row].percent >= bar
 
 
+of_one_version = pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="page and tables speak of PyTorch 2.13's database")
+
+
+@of_one_version
 def test_the_page_is_up_to_date() -> None:
     assert sweep_table.PAGE.read_text(encoding="utf-8") == sweep_table.page(), "python -m tests.engine.transforms.sweep_table"
 
 
+@of_one_version
 def test_the_tables_speak_of_the_database() -> None:
     assert {*REFUSED, *UNJUDGED, *UNJUDGED_MAPPED, *UNJUDGED_PULLED, *UNJUDGED_TWICE, *FOUNDATION.split()} - set(DATABASE) == set()
 
