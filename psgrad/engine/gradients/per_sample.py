@@ -113,8 +113,9 @@ class _Pass:
         def complete(number: int, cotangent: torch.Tensor | None) -> None:
             consume(names[number], _collected(level, self.params[names[number]], cotangent))
 
+        in_front = [x.movedim(d, 0) if d else x for x, d in zip(self.flat, self.dims, strict=True)]
         with level.body(attach=False):
-            traced = [x if d is None else level.lift(x.movedim(d, 0)) for x, d in zip(self.flat, self.dims, strict=True)]
+            traced = [x if d is None else level.lift(x) for x, d in zip(in_front, self.dims, strict=True)]
             arguments = (dict(self.params), *tree_unflatten(traced, self.spec))
             record = cotangents_and_value(self.loss, (0,), arguments, {}, self.has_aux, complete)
             aux = tree_map(lambda x: level.batch.physical(x) if isinstance(x, torch.Tensor) else x, record.aux)
