@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed
-from psgrad.engine.gradients.per_sample import PerSampleGradients
+from psgrad.engine.gradients.queries import PerSampleGradients
 from psgrad.engine.gradients.streaming import Stream
 from psgrad.engine.objective import Objective
 from psgrad.engine.verify import self_check, spread_rows

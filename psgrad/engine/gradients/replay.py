@@ -12,7 +12,7 @@ from torch.utils._pytree import register_pytree_node, tree_flatten
 
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed
 from psgrad.engine.gradients.doubts import noting
-from psgrad.engine.gradients.per_sample import PerSampleGradients, SquareNorms
+from psgrad.engine.gradients.queries import PerSampleGradients, SquareNorms
 from psgrad.engine.gradients.terms import Convolution, Dense, Product, Rows
 from psgrad.engine.transforms import generators
 from psgrad.engine.transforms.capture import Captured, capture

@@ -14,7 +14,8 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from psgrad.engine.gradients.per_sample import PerSampleGradients, per_sample_gradients, per_sample_square_norms
+from psgrad.engine.gradients.per_sample import per_sample_gradients, per_sample_square_norms
+from psgrad.engine.gradients.queries import PerSampleGradients
 from psgrad.engine.gradients.replay import Replay
 from psgrad.engine.transforms.program import Compiler
 from psgrad.errors import ModelError, PsgradError

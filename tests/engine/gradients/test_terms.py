@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from psgrad.engine.gradients import per_sample_gradients
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed
 from psgrad.engine.gradients.layout import Layout
-from psgrad.engine.gradients.per_sample import PerSampleGradients
+from psgrad.engine.gradients.queries import PerSampleGradients
 from psgrad.engine.gradients.terms import Convolution, Dense, Product, Rows, Term, blocks, sum_of_products
 from psgrad.engine.transforms.rules.convolution import Geometry
 from tests.engine.gradients.agreement import check_layer

@@ -1,0 +1,152 @@
+"""Terms: per-sample gradients that are sums over positions of products, kept as their factors until a query contracts them.
+
+Axes: sample n, position t (s), row a, column b, group g; a term's canonical value has the shape `shape`, per sample.
+Every query of a term is exact; which order of contraction is cheaper is decided from the sizes, and big intermediates are made
+for a few samples at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from typing import Any, Self
+
+import torch
+
+# Bytes of the intermediates of one block of samples: small enough for a processor's cache, large enough for a GPU's kernels.
+BLOCK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
+
+# A Gram sum under this share of its diagonal has lost about two digits: it is taken again without cancellation.
+CANCELLATION = 0.05
+
+
+def blocks(n: int, bytes_per_sample: int, device: torch.device) -> Iterator[slice]:
+    """The samples, as slices whose intermediates fit the block size."""
+    budget = BLOCK_BYTES.get(device.type, BLOCK_BYTES["cuda"])
+    step = max(1, min(n, budget // max(bytes_per_sample, 1)))
+    for start in range(0, n, step):
+        yield slice(start, min(start + step, n))
+
+
+def accumulating_dtype(dtype: torch.dtype) -> torch.dtype:
+    """At least float32: sums of products of halves are not taken in halves."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def accumulating(x: torch.Tensor) -> torch.Tensor:
+    """The tensor in the precision in which it may be summed."""
+    return x.to(accumulating_dtype(x.dtype))
+
+
+def sum_of_products(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """[n]: the sum over all other axes of x * y.
+
+    Written as a product and a sum, because PyTorch sums pairwise there: a dot product of millions of float32 (bmm, einsum,
+    vector_norm) adds them up in a row, and its error reaches 1e-4.
+    """
+    axes = list(range(1, x.dim()))
+    if not axes:
+        return x * y
+    each = math.prod(x.shape[1:]) * x.element_size()
+    parts = [(x[block] * y[block]).sum(axes) for block in blocks(x.shape[0], each, x.device)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else x.new_zeros(0)
+
+
+def joined(parts: list[torch.Tensor], term: Term, shape: tuple[int, ...] = ()) -> torch.Tensor:
+    """[n, *shape] from the blocks of a term's samples; a single block is not copied, and there may be none."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts) if parts else torch.zeros(0, *shape, dtype=term.dtype, device=term.device)
+
+
+class Term(ABC):
+    """One summand of a per-sample gradient."""
+
+    shape: tuple[int, ...]  # canonical, per sample
+
+    @property
+    @abstractmethod
+    def factors(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that it keeps, sample axis first."""
+
+    @property
+    def samples(self) -> int:
+        return self.factors[0].shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.factors[0].device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.factors[0].dtype
+
+    @abstractmethod
+    def at(self, samples: slice | torch.Tensor, dtype: torch.dtype | None = None) -> Term:
+        """The same for some of the samples, in another precision if asked."""
+
+    def among(self, places: torch.Tensor, count: int) -> Self:
+        """The same among `count` samples: this term's stand at `places` [n], the others have zero."""
+        rows = torch.full((count,), self.samples, device=self.device).index_copy(0, places, torch.arange(self.samples, device=self.device))
+        padded = {
+            field.name: torch.cat([factor, factor.new_zeros(1, *factor.shape[1:])])
+            for field in fields(self)  # type: ignore[arg-type]
+            if isinstance(factor := getattr(self, field.name), torch.Tensor)
+        }
+        return replace(self, **padded).at(rows)  # type: ignore[type-var, return-value]
+
+    @abstractmethod
+    def square_norms(self) -> torch.Tensor:
+        """[n]"""
+
+    @abstractmethod
+    def materialise(self) -> torch.Tensor:
+        """[n, *shape]"""
+
+    @abstractmethod
+    def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
+        """[*shape]: the sum over samples, each times its weight [n]."""
+
+    @abstractmethod
+    def dot(self, vector: torch.Tensor) -> torch.Tensor:
+        """[n]: the inner product of each sample's value with one vector [*shape]."""
+
+    @abstractmethod
+    def scaled(self, factor: float) -> Term:
+        """The term times a number."""
+
+    @abstractmethod
+    def kin(self) -> tuple[Any, ...]:
+        """What terms have in common that add up to one term."""
+
+    @abstractmethod
+    def plus(self, others: Sequence[Any]) -> Term:
+        """The sum of this and others of its kin, as one term: of products, one with the positions of all."""
+
+    def materialised_square_norms(self) -> torch.Tensor:
+        """[n]: the norm of the written-out value, a block of samples at a time. Free of cancellation between positions."""
+        kind = accumulating_dtype(self.dtype)
+        size = math.prod(self.shape) * kind.itemsize
+        parts = [square_norm(self.at(block, kind).materialise()) for block in blocks(self.samples, size, self.device)]
+        return joined(parts, self)
+
+    def describe(self) -> str:
+        """How the norm is computed, in a word or two."""
+        return "materialise"
+
+
+def square_norm(value: torch.Tensor) -> torch.Tensor:
+    value = accumulating(value)
+    return sum_of_products(value, value)
+
+
+def zero_where_lost(norms: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """[n] norms that are products of squares, of which the largest in each factor are given, [n].
+
+    Squares near the smallest number of a type have lost their digits, and a large second factor would hide it. Zero says so: whoever
+    asked takes it again in a wider type.
+    """
+    kind = torch.finfo(norms.dtype)
+    return norms.masked_fill(torch.minimum(left, right) < kind.tiny / kind.eps, 0)

@@ -1,0 +1,96 @@
+"""A convolution's weight gradient, without its patches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from psgrad.engine.gradients.terms.base import Term, accumulating, blocks, joined, sum_of_products
+from psgrad.engine.gradients.terms.product import Product
+from psgrad.engine.transforms.rules.convolution import Geometry, as_matrices, grouped_kernel_is_fast, weight_gradients
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Convolution(Term):
+    """A convolution's weight gradient: a product over output positions of cotangents with patches that are not written out."""
+
+    cotangents: torch.Tensor  # [n, b, o, *out]
+    inputs: torch.Tensor  # [n, b, i, *in]
+    weight_shape: torch.Size
+    geometry: Geometry
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        return tuple(self.weight_shape)
+
+    @property
+    def factors(self) -> tuple[torch.Tensor, ...]:
+        return (self.cotangents, self.inputs)
+
+    def at(self, samples: slice | torch.Tensor, dtype: torch.dtype | None = None) -> Convolution:
+        kind = dtype or self.dtype
+        return Convolution(self.cotangents[samples].to(kind), self.inputs[samples].to(kind), self.weight_shape, self.geometry)
+
+    def as_product(self) -> Product:
+        """The same gradient with its patches written out, [n, g, t, columns]."""
+        patches, cotangents = as_matrices(self.cotangents, self.inputs, self.weight_shape, self.geometry)
+        return Product(cotangents, patches)
+
+    def _positions(self) -> int:
+        narrow = self.inputs if self.geometry.transposed else self.cotangents
+        return narrow.shape[1] * math.prod(narrow.shape[3:])
+
+    def _gram_is_cheaper(self) -> bool:
+        groups = self.geometry.groups
+        rows = self.weight_shape[0] // groups
+        columns = math.prod(self.weight_shape[1:])
+        return self._positions() * (rows + columns) <= rows * columns
+
+    def _blocks(self) -> Iterator[slice]:
+        """Samples whose weight gradients, and patches where they have to be written out, fit a block."""
+        elements = math.prod(self.weight_shape)
+        if self._gram_is_cheaper() or not grouped_kernel_is_fast(self.cotangents, self.weight_shape):
+            elements = max(elements, self._positions() * math.prod(self.weight_shape[1:]) * self.geometry.groups)
+        return blocks(self.samples, elements * max(self.dtype.itemsize, 4), self.device)
+
+    def square_norms(self) -> torch.Tensor:
+        if not self._gram_is_cheaper():
+            return self.materialised_square_norms()
+        parts = [self.at(block).as_product().square_norms() for block in self._blocks()]
+        return joined(parts, self)
+
+    def materialise(self) -> torch.Tensor:
+        parts = [weight_gradients(self.cotangents[block], self.inputs[block], self.weight_shape, self.geometry) for block in self._blocks()]
+        return joined(parts, self, self.weight_shape)
+
+    def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
+        g, x = accumulating(self.cotangents), accumulating(self.inputs)
+        g = g * weights.reshape(-1, *(1,) * (g.dim() - 1)).to(g.dtype)
+        shape_only = torch.empty((), dtype=g.dtype, device=g.device).expand(self.weight_shape)
+        return aten.convolution_backward.default(g.flatten(0, 1), x.flatten(0, 1), shape_only, [0], *self.geometry, [False, True, False])[1]
+
+    def dot(self, vector: torch.Tensor) -> torch.Tensor:
+        g, x = accumulating(self.cotangents), accumulating(self.inputs)
+        moved = aten.convolution.default(x.flatten(0, 1), vector.to(x.dtype), None, *self.geometry)
+        return sum_of_products(moved.reshape(g.shape), g)
+
+    def scaled(self, factor: float) -> Convolution:
+        return Convolution(self.cotangents * factor, self.inputs, self.weight_shape, self.geometry)
+
+    def kin(self) -> tuple[Any, ...]:
+        geometry = tuple(tuple(each) if isinstance(each, (list, tuple)) else each for each in self.geometry)
+        return Convolution, self.shape, geometry, self.inputs.shape[2:], self.cotangents.shape[2:]
+
+    def plus(self, others: Sequence[Convolution]) -> Convolution:
+        every = (self, *others)
+        cotangents, inputs = torch.cat([term.cotangents for term in every], 1), torch.cat([term.inputs for term in every], 1)
+        return Convolution(cotangents, inputs, self.weight_shape, self.geometry)
+
+    def describe(self) -> str:
+        return "gram" if self._gram_is_cheaper() else "materialise"

@@ -1,0 +1,55 @@
+"""A value that is there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from psgrad.engine.gradients.terms.base import Term, accumulating, square_norm
+
+
+@dataclass(frozen=True)
+class Dense(Term):
+    """A value that is there: biases, affine parameters, whatever can't be factored."""
+
+    value: torch.Tensor  # [n, *shape]
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        return tuple(self.value.shape[1:])
+
+    @property
+    def factors(self) -> tuple[torch.Tensor, ...]:
+        return (self.value,)
+
+    def at(self, samples: slice | torch.Tensor, dtype: torch.dtype | None = None) -> Dense:
+        return Dense(self.value[samples].to(dtype or self.dtype))
+
+    def square_norms(self) -> torch.Tensor:
+        return square_norm(self.value)
+
+    def materialise(self) -> torch.Tensor:
+        return self.value
+
+    def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
+        value = accumulating(self.value)
+        return torch.tensordot(weights.to(value.dtype), value, 1)
+
+    def dot(self, vector: torch.Tensor) -> torch.Tensor:
+        value = accumulating(self.value)
+        return value.reshape(value.shape[0], vector.numel()) @ vector.reshape(-1).to(value.dtype)
+
+    def scaled(self, factor: float) -> Dense:
+        return Dense(self.value * factor)
+
+    def kin(self) -> tuple[Any, ...]:
+        return Dense, self.shape
+
+    def plus(self, others: Sequence[Dense]) -> Dense:
+        return Dense(sum((other.value for other in others), self.value))
+
+    def describe(self) -> str:
+        return "direct"

@@ -1,0 +1,107 @@
+"""Sums over positions of outer products: the weight gradient of every matrix product."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from psgrad.engine.gradients.doubts import samples_where
+from psgrad.engine.gradients.terms.base import CANCELLATION, Term, accumulating, blocks, square_norm, sum_of_products, zero_where_lost
+
+
+@dataclass(frozen=True)
+class Product(Term):
+    """Sums over positions of outer products: `ngta,ngtb->ngab`. The weight gradient of every matrix product."""
+
+    left: torch.Tensor  # [n, g, t, a]
+    right: torch.Tensor  # [n, g, t, b]
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        return (self.left.shape[1], self.left.shape[3], self.right.shape[3])
+
+    @property
+    def factors(self) -> tuple[torch.Tensor, ...]:
+        return (self.left, self.right)
+
+    def at(self, samples: slice | torch.Tensor, dtype: torch.dtype | None = None) -> Product:
+        return Product(self.left[samples].to(dtype or self.dtype), self.right[samples].to(dtype or self.dtype))
+
+    @property
+    def _gram_is_cheaper(self) -> bool:
+        """The Gram path costs t*t*(a+b) a group, writing the value out t*a*b."""
+        positions, rows, columns = self.left.shape[2], self.left.shape[3], self.right.shape[3]
+        return positions * (rows + columns) <= rows * columns
+
+    def square_norms(self) -> torch.Tensor:
+        left, right = accumulating(self.left), accumulating(self.right)
+        n, groups, positions = left.shape[:3]
+        if positions == 1:
+            if groups == 1:
+                squares = square_norm(left), square_norm(right)
+                return zero_where_lost(squares[0] * squares[1], *squares)
+            squares = (left * left).sum((2, 3)), (right * right).sum((2, 3))
+            return zero_where_lost((squares[0] * squares[1]).sum(1), squares[0].amax(1), squares[1].amax(1))
+        if not self._gram_is_cheaper:
+            return Product(left, right).materialised_square_norms()
+        out = torch.empty(n, dtype=left.dtype, device=left.device)
+        for block in blocks(n, 2 * groups * positions * positions * left.element_size(), left.device):
+            x, y = left[block].flatten(0, 1), right[block].flatten(0, 1)
+            gram_x, gram_y = torch.bmm(x, x.transpose(1, 2)), torch.bmm(y, y.transpose(1, 2))
+            out[block] = self._gram_sums(block, gram_x, gram_y)
+        return out
+
+    def _gram_sums(self, block: slice, gram_left: torch.Tensor, gram_right: torch.Tensor) -> torch.Tensor:
+        """[n] from Gram matrices [n * g, t, t] (the first is overwritten).
+
+        Where the positions' contributions cancel, rounding would show: those samples are written out instead. The diagonal, each
+        position by itself, says how large the numbers were that met in the sum.
+        """
+        groups = self.left.shape[1]
+        largest = [gram.diagonal(dim1=1, dim2=2).reshape(-1, groups * gram.shape[1]).amax(1) for gram in (gram_left, gram_right)]
+        products = gram_left.mul_(gram_right)
+        alone = products.diagonal(dim1=1, dim2=2).sum(1).reshape(-1, groups).sum(1)
+        total = products.flatten(1).sum(1).reshape(-1, groups).sum(1)
+        cancelled = samples_where(total < CANCELLATION * alone)
+        if len(cancelled):
+            total[cancelled] = self.at(cancelled + block.start, total.dtype).materialised_square_norms()
+        return zero_where_lost(total, *largest)
+
+    def materialise(self) -> torch.Tensor:
+        return torch.matmul(self.left.transpose(2, 3), self.right)
+
+    def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
+        left, right = accumulating(self.left), accumulating(self.right)
+        scale = weights.reshape(-1, 1, 1, 1).to(left.dtype)
+        if left.shape[3] <= right.shape[3]:
+            left = left * scale
+        else:
+            right = right * scale
+        if left.shape[1] == 1:
+            return (left.flatten(0, 2).t() @ right.flatten(0, 2)).unsqueeze(0)
+        return torch.bmm(left.transpose(0, 1).flatten(1, 2).transpose(1, 2), right.transpose(0, 1).flatten(1, 2))
+
+    def dot(self, vector: torch.Tensor) -> torch.Tensor:
+        left, right = accumulating(self.left), accumulating(self.right)
+        return sum_of_products(torch.matmul(left, vector.to(left.dtype)), right)
+
+    def scaled(self, factor: float) -> Product:
+        return Product(self.left * factor, self.right)
+
+    def kin(self) -> tuple[Any, ...]:
+        return Product, self.shape
+
+    def plus(self, others: Sequence[Product]) -> Product:
+        every = (self, *others)
+        return Product(torch.cat([term.left for term in every], 2), torch.cat([term.right for term in every], 2))
+
+    def transposed(self) -> Product:
+        return Product(self.right, self.left)
+
+    def describe(self) -> str:
+        if self.left.shape[2] == 1:
+            return "outer product"
+        return "gram" if self._gram_is_cheaper else "materialise"
