@@ -8,7 +8,7 @@ terms; products with shared matrices move into a factor (LoRA). Anything else ma
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -63,11 +63,13 @@ class DeferredGradient:
 
     def materialise(self) -> torch.Tensor:
         """[n, *shape]"""
-        parts = [placed.layout.apply(placed.term.materialise(), lead=1) for placed in self.terms]
+        # Factors in halves of a gradient in float32 are multiplied and summed in float32.
+        wide = torch.promote_types(self.dtype, self.terms[0].term.dtype)
+        parts = [placed.layout.apply(placed.term.at(slice(None), wide).materialise(), lead=1) for placed in self.terms]
         total = parts[0]
         for part in parts[1:]:
             total = total + part
-        return total
+        return total.to(self.dtype)
 
 
 class WeightDeferral:
@@ -138,8 +140,21 @@ _STARTS: dict[Op, Any] = {
 
 
 def _same(batch: Batch, waiting: Any, args: Any, kwargs: Any) -> Any:
-    dtype = kwargs.get("dtype")
-    return waiting[0] if waiting[0] is not None and dtype in (None, waiting[0].dtype) else NotImplemented
+    value = waiting[0]
+    return value if value is not None and kwargs.get("dtype") in (None, value.dtype) else NotImplemented
+
+
+def _cast(batch: Batch, waiting: Any, args: Any, kwargs: Any) -> Any:
+    """A weight that is cast to another precision on its way into a product (autocast): the factors stay in theirs.
+
+    So what is asked of the gradient sums products of halves in float32, and nothing is rounded to halves in between.
+    """
+    value, dtype = waiting[0], kwargs.get("dtype")
+    if value is None or kwargs.get("device") not in (None, value.device):
+        return NotImplemented
+    if dtype in (None, value.dtype):
+        return value
+    return replace(value, dtype=dtype) if dtype.is_floating_point else NotImplemented
 
 
 def _relabelled(value: DeferredGradient, layouts: list[Layout | None]) -> Any:
@@ -284,7 +299,7 @@ _ON_THE_WAY: dict[Op, Any] = {
     aten.detach.default: _same,
     aten.clone.default: _same,
     aten.contiguous.default: _same,
-    aten._to_copy.default: _same,
+    aten._to_copy.default: _cast,
     aten.view.default: _reshape,
     aten._unsafe_view.default: _reshape,
     aten.reshape.default: _reshape,
