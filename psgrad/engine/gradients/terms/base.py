@@ -15,6 +15,8 @@ from typing import Any, Self
 
 import torch
 
+from psgrad.engine.gradients.doubts import samples_where
+
 # Bytes of the intermediates of one block of samples: small enough for a processor's cache, large enough for a GPU's kernels.
 BLOCK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 
@@ -43,8 +45,8 @@ def accumulating(x: torch.Tensor) -> torch.Tensor:
 def sum_of_products(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """[n]: the sum over all other axes of x * y.
 
-    Written as a product and a sum, because PyTorch sums pairwise there: a dot product of millions of float32 (bmm, einsum,
-    vector_norm) adds them up in a row, and its error reaches 1e-4.
+    Written as a product and a sum, because PyTorch sums pairwise there: a dot product of millions of float32 (bmm, einsum)
+    adds them up in a row, and its error reaches 1e-4.
     """
     axes = list(range(1, x.dim()))
     if not axes:
@@ -138,8 +140,38 @@ class Term(ABC):
 
 
 def square_norm(value: torch.Tensor) -> torch.Tensor:
-    value = accumulating(value)
-    return sum_of_products(value, value)
+    """[n]: the sum of the squares of each sample's value.
+
+    Read once and not written: the norms of short runs, which are squared and added up pairwise. The norm of a whole value adds up
+    in a row, and with millions of float32 its error reaches 1e-4.
+    """
+    value = accumulating(value).flatten(1) if value.dim() > 1 else accumulating(value).unsqueeze(1)
+    length = value.shape[1]
+    whole = length // _RUN * _RUN
+    if not whole:
+        return (value * value).sum(1)
+    squares = torch.linalg.vector_norm(value[:, :whole].reshape(-1, whole // _RUN, _RUN), dim=2).square().sum(1)
+    return squares if whole == length else squares + value[:, whole:].square().sum(1)
+
+
+# Squares added up in a row before the pairwise sum takes over.
+_RUN = 512
+
+
+def sums_of_grams(term: Term, left: torch.Tensor, right: torch.Tensor, groups: int) -> torch.Tensor:
+    """[n]: squared norms of a term from the Gram matrices [n * groups, t, t] of its factors (the first is overwritten).
+
+    Where the positions' contributions cancel, rounding would show: those samples are written out instead. The diagonal, each
+    position by itself, says how large the numbers were that met in the sum.
+    """
+    largest = [gram.diagonal(dim1=1, dim2=2).reshape(-1, groups * gram.shape[1]).amax(1) for gram in (left, right)]
+    products = left.mul_(right)
+    alone = products.diagonal(dim1=1, dim2=2).sum(1).reshape(-1, groups).sum(1)
+    total = products.flatten(1).sum(1).reshape(-1, groups).sum(1)
+    cancelled = samples_where(total < CANCELLATION * alone)
+    if len(cancelled):
+        total[cancelled] = term.at(cancelled, total.dtype).materialised_square_norms()
+    return zero_where_lost(total, *largest)
 
 
 def zero_where_lost(norms: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.gradients.doubts import samples_where
-from psgrad.engine.gradients.terms.base import CANCELLATION, Term, accumulating, blocks, square_norm, sum_of_products, zero_where_lost
+from psgrad.engine.gradients.terms.base import Term, accumulating, blocks, square_norm, sum_of_products, sums_of_grams, zero_where_lost
 
 
 @dataclass(frozen=True)
@@ -51,24 +50,8 @@ class Product(Term):
         for block in blocks(n, 2 * groups * positions * positions * left.element_size(), left.device):
             x, y = left[block].flatten(0, 1), right[block].flatten(0, 1)
             gram_x, gram_y = torch.bmm(x, x.transpose(1, 2)), torch.bmm(y, y.transpose(1, 2))
-            out[block] = self._gram_sums(block, gram_x, gram_y)
+            out[block] = sums_of_grams(Product(left[block], right[block]), gram_x, gram_y, groups)
         return out
-
-    def _gram_sums(self, block: slice, gram_left: torch.Tensor, gram_right: torch.Tensor) -> torch.Tensor:
-        """[n] from Gram matrices [n * g, t, t] (the first is overwritten).
-
-        Where the positions' contributions cancel, rounding would show: those samples are written out instead. The diagonal, each
-        position by itself, says how large the numbers were that met in the sum.
-        """
-        groups = self.left.shape[1]
-        largest = [gram.diagonal(dim1=1, dim2=2).reshape(-1, groups * gram.shape[1]).amax(1) for gram in (gram_left, gram_right)]
-        products = gram_left.mul_(gram_right)
-        alone = products.diagonal(dim1=1, dim2=2).sum(1).reshape(-1, groups).sum(1)
-        total = products.flatten(1).sum(1).reshape(-1, groups).sum(1)
-        cancelled = samples_where(total < CANCELLATION * alone)
-        if len(cancelled):
-            total[cancelled] = self.at(cancelled + block.start, total.dtype).materialised_square_norms()
-        return zero_where_lost(total, *largest)
 
     def materialise(self) -> torch.Tensor:
         return torch.matmul(self.left.transpose(2, 3), self.right)
