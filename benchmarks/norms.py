@@ -24,6 +24,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,11 @@ class Contest:
         self.inputs, self.target = (value.to(device) for value in case.draw())
         self.parameters = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
         self.objective = Objective(self.model, F.cross_entropy)
-        self.bound = self.norms().median()
+
+    @cached_property
+    def bound(self) -> Tensor:
+        """What clipped sums clip to: the median norm."""
+        return self.norms().median()
 
     def plain(self) -> Tensor:
         self.model.zero_grad()
