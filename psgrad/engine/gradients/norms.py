@@ -49,7 +49,12 @@ def reliable_square_norms(terms: Sequence[Term]) -> list[torch.Tensor]:
     """[n] float64 for each term; taken again in float64 for the samples whose squares left the range of float32."""
     if not terms:
         return []
-    norms = torch.stack([term.square_norms().double() for term in terms])
+    found = [term.square_norms().double() for term in terms]
+    norms = torch.stack(found) if len(found) > 1 else found[0].unsqueeze(0)
+    if not is_noting() and norms.numel():
+        smallest, largest = torch.stack(torch.aminmax(norms)).tolist()  # NaN counts as both
+        if smallest >= _TINY and largest < math.inf:
+            return list(norms)
     doubtful = ~torch.isfinite(norms) | (norms < _TINY)
     rounded = [place for place, term in enumerate(terms) if term.dtype != torch.float64]
     if is_noting():  # a doubt costs a whole chunk: true zeros and infinities are sorted out at once
