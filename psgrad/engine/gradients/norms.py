@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed
-from psgrad.engine.gradients.doubts import is_noting, samples_where
+from psgrad.engine.gradients.doubts import is_noting, is_trusting, samples_where
 from psgrad.engine.gradients.pairs import cross_products
 from psgrad.engine.gradients.terms import CANCELLATION, Term
 
@@ -51,6 +51,8 @@ def reliable_square_norms(terms: Sequence[Term]) -> list[torch.Tensor]:
         return []
     found = [term.square_norms().double() for term in terms]
     norms = torch.stack(found) if len(found) > 1 else found[0].unsqueeze(0)
+    if is_trusting():
+        return list(norms)
     if not is_noting() and norms.numel():
         smallest, largest = torch.stack(torch.aminmax(norms)).tolist()  # NaN counts as both
         if smallest >= _TINY and largest < math.inf:
