@@ -6,8 +6,6 @@ real batched kernels. A value without that axis stays a plain value (or a tracer
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,7 +15,6 @@ from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.adoption import AdoptingLevel
 from psgrad.engine.transforms.fresh import FreshTracer, is_fresh, process_fresh
 from psgrad.engine.transforms.interpreter import Tracer, interpret, map_tracers, meet, rewritten, state, strides_of, tensors_in
-from psgrad.engine.transforms.levels import Level
 from psgrad.engine.transforms.operators import (
     Op,
     aten,
@@ -62,23 +59,6 @@ class BatchTracer(Tracer):
     level: BatchLevel
     carries_samples = True
 
-    @staticmethod
-    def __new__(cls, value: Any, level: BatchLevel) -> BatchTracer:
-        if isinstance(value, torch.Tensor):
-            if value.requires_grad:
-                meet(value)
-            shape, strides = value.shape[1:], strides_of(value)[1:]
-            tracer = torch.Tensor._make_wrapper_subclass(
-                cls, shape, strides=strides, storage_offset=0, dtype=value.dtype, device=value.device
-            )
-        else:
-            tracer = torch.Tensor._make_wrapper_subclass(cls, value.shape, dtype=value.dtype, device=value.device)
-        tracer.value, tracer.level = value, level
-        return tracer  # type: ignore[no-any-return]
-
-    def __init__(self, *args: Any) -> None:
-        pass
-
     def below(self) -> torch.Tensor:
         if not isinstance(self.value, torch.Tensor):
             self.value = self.value.materialise()
@@ -86,6 +66,20 @@ class BatchTracer(Tracer):
 
     def rewritten(self, new: Any) -> Any:
         return self.level.lift(rewritten(self.below(), new.below())) if self.level.owns(new) else new
+
+
+_make = torch.Tensor._make_wrapper_subclass
+
+
+def traced(value: Any, level: BatchLevel) -> BatchTracer:
+    """The tracer of a physical value, or of a deferred one. A function, as calling the class would take twice the time."""
+    if isinstance(value, torch.Tensor):
+        strides = strides_of(value)
+        tracer = _make(BatchTracer, value.shape[1:], strides[1:], 0, dtype=value.dtype, device=value.device)
+    else:
+        tracer = _make(BatchTracer, value.shape, dtype=value.dtype, device=value.device)
+    tracer.value, tracer.level = value, level
+    return tracer  # type: ignore[no-any-return]
 
 
 class BatchLevel(AdoptingLevel):
@@ -101,22 +95,17 @@ class BatchLevel(AdoptingLevel):
         self.has_deferred = self.has_fresh = False
         self.batch = Batch(self)
 
-    @contextmanager
-    def body(self, grad_mode: bool | None = None, *, attach: bool = True) -> Iterator[Level]:
-        with super().body(grad_mode, attach=attach):
-            try:
-                yield self
-            except ValueError as error:
-                # How nn.functional.batch_norm greets a batch of one, before any operator runs.
-                if "more than 1 value per channel" not in str(error):
-                    raise
-                raise diagnostics.batch_statistics_error(diagnostics.where(error)) from error
+    def explained(self, error: BaseException) -> TransformError | None:
+        # How nn.functional.batch_norm greets a batch of one, before any operator runs.
+        if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
+            return diagnostics.batch_statistics_error(diagnostics.where(error))
+        return super().explained(error)
 
     def lift(self, physical: Any) -> BatchTracer:
-        return BatchTracer(physical, self)
+        return traced(physical, self)
 
     def owns(self, value: Any) -> bool:
-        return isinstance(value, BatchTracer) and value.level is self
+        return type(value) is BatchTracer and value.level is self
 
     def draws(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return True
@@ -134,7 +123,7 @@ class BatchLevel(AdoptingLevel):
     def process(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.has_fresh and any(is_fresh(x, self) for x in tensors_in(args, kwargs)):
             return process_fresh(self, op, args, kwargs)
-        if self.deferral is not None:
+        if self.deferral is not None and (self.has_deferred or state.cotangent_is_shared):
             result = self._defer(self.deferral, op, args, kwargs)
             if result is not NotImplemented:
                 return result
@@ -147,13 +136,13 @@ class BatchLevel(AdoptingLevel):
         if rule is None:
             return decompose(op, args, kwargs)
         result = rule(self.batch, op, *args, **kwargs)
-        return BatchTracer(result, self) if type(result) is torch.Tensor else self._wrap(result)
+        return traced(result, self) if type(result) is torch.Tensor else self._wrap(result)
 
     def _wrap(self, result: Any) -> Any:
         return map_tracers(self._wrap_one, result)
 
     def _wrap_one(self, physical: torch.Tensor) -> torch.Tensor:
-        return physical if self.owns(physical) else BatchTracer(physical, self)
+        return physical if self.owns(physical) else traced(physical, self)
 
     def _defer(self, deferral: Deferral, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not (state.cotangent_is_shared and deferral.starts(op)) and not (self.has_deferred and self._waiting(args)):
@@ -163,11 +152,14 @@ class BatchLevel(AdoptingLevel):
         if result is NotImplemented or isinstance(result, torch.Tensor):
             return result
         if isinstance(result, tuple):
-            return tuple(BatchTracer(item, self) if item is not None else None for item in result)
-        return BatchTracer(result, self)
+            return tuple(traced(item, self) if item is not None else None for item in result)
+        return traced(result, self)
 
     def _waiting(self, args: tuple[Any, ...]) -> bool:
-        return any(isinstance(a, BatchTracer) and a.level is self and not isinstance(a.value, torch.Tensor) for a in args)
+        for a in args:
+            if type(a) is BatchTracer and a.level is self and not isinstance(a.value, torch.Tensor):
+                return True
+        return False
 
     def _in_place(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operator = facts(op)
@@ -258,11 +250,11 @@ class Batch:
 
     def is_mapped(self, value: Any) -> bool:
         """Whether `value` carries the sample axis."""
-        return isinstance(value, BatchTracer) and value.level is self.level
+        return type(value) is BatchTracer and value.level is self.level
 
     def raw(self, value: Any) -> Any:
         """The physical value of a mapped tensor; anything else as it is."""
-        return value.below() if self.is_mapped(value) else value
+        return value.below() if type(value) is BatchTracer and value.level is self.level else value
 
     def physical(self, value: Any) -> torch.Tensor:
         """[n, *shape]: the physical value; one without the axis is expanded, which copies nothing."""
@@ -272,10 +264,10 @@ class Batch:
 
     def aligned(self, value: Any, rank: int) -> Any:
         """Ready to broadcast against values of logical rank `rank`: a mapped one gets unit axes behind the sample axis."""
-        if not self.is_mapped(value):
+        if not (type(value) is BatchTracer and value.level is self.level):
             return value
         physical = value.below()
-        missing = rank - (physical.dim() - 1)
+        missing = rank + 1 - physical.dim()
         if missing > 0:
             return physical.reshape(physical.shape[0], *(1,) * missing, *physical.shape[1:])
         return physical

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.adoption import AdoptingLevel
-from psgrad.engine.transforms.interpreter import Tracer, map_tracers, meet, strides_of, tensors_in
+from psgrad.engine.transforms.interpreter import Tracer, map_tracers, strides_of, tensors_in
 from psgrad.engine.transforms.operators import (
     Op,
     aten,
@@ -39,29 +39,12 @@ class DerivativeTracer(Tracer):
     level: DerivativeLevel
     value: torch.Tensor
     # A view: the tracer it was taken from, the operator, its arguments behind the first, and which of its results this is.
-    view_of: tuple[DerivativeTracer, Op, tuple[Any, ...], dict[str, Any], int | None] | None
+    view_of: tuple[DerivativeTracer, Op, tuple[Any, ...], dict[str, Any], int | None] | None = None
     has_views: bool = False
-    writes: int  # how often this tracer was written to
-    writes_seen: int  # the base's `writes` when this view was taken
+    writes: int = 0  # how often this tracer was written to
+    writes_seen: int = 0  # the base's `writes` when this view was taken
     born: int  # a number that grows
     read_by: str | None = None  # the function that reads it and will run again: no more writes
-
-    @classmethod
-    def hold(cls, value: torch.Tensor, level: DerivativeLevel) -> Self:
-        """A tracer of `value` at `level`, which is neither a view nor written to so far."""
-        tracer = torch.Tensor._make_wrapper_subclass(
-            cls, value.shape, strides=strides_of(value), storage_offset=0, dtype=value.dtype, device=value.device
-        )
-        if value.requires_grad:
-            meet(value)
-        tracer.value, tracer.level = value, level
-        tracer.view_of = None
-        tracer.writes = tracer.writes_seen = 0
-        tracer.born = next(births)
-        return tracer  # type: ignore[no-any-return]
-
-    def __init__(self, *args: Any) -> None:
-        pass
 
     @property
     def varies(self) -> bool:
@@ -75,6 +58,18 @@ class DerivativeTracer(Tracer):
     def below(self) -> torch.Tensor:
         self.level.refresh(self)
         return self.value
+
+
+_make = torch.Tensor._make_wrapper_subclass
+Held = TypeVar("Held", bound=DerivativeTracer)
+
+
+def hold(kind: type[Held], value: torch.Tensor, level: DerivativeLevel) -> Held:
+    """A tracer of `value` at `level`, which is neither a view nor written to so far."""
+    strides = strides_of(value)
+    tracer: Any = _make(kind, value.shape, strides, 0, dtype=value.dtype, device=value.device)
+    tracer.value, tracer.level, tracer.born = value, level, next(births)
+    return tracer  # type: ignore[no-any-return]
 
 
 class DerivativeLevel(AdoptingLevel):
@@ -120,7 +115,7 @@ class DerivativeLevel(AdoptingLevel):
         if operator.mutated or operator.mutated_kwargs:
             return self._in_place(op, args, kwargs)
         inputs = self.inputs(args)
-        by_keyword = any(self.owns(v) and v.varies for v in kwargs.values())
+        by_keyword = bool(kwargs) and any(self.owns(v) and v.varies for v in kwargs.values())
         follows = (inputs or by_keyword) and not is_constant(op) and (self.reads is None or self.reads.follows)
         if follows:
             follows = self.is_on()
@@ -136,15 +131,17 @@ class DerivativeLevel(AdoptingLevel):
             # Composite operators may return views or write in place: taken apart, their pieces are handled one by one.
             if taken_apart(op):
                 return decompose(op, args, kwargs)
-            result = self.lower(op, self.unwrap(args), self.unwrap(kwargs))
-            return self.remember_views(op, args, kwargs, map_tracers(self.constant, result))
-        rule = derivative_rule(op)
-        if rule is None or by_keyword:
-            return decompose(op, args, kwargs)
-        custom = rule.instead(self, args, kwargs) if rule.instead is not None else None
-        if custom is not None:
-            return custom
-        return self.remember_views(op, args, kwargs, self.apply(rule, op, self.unwrap(args), self.unwrap(kwargs), inputs))
+            result = self.lower(op, self.unwrap(args), self.unwrap(kwargs) if kwargs else kwargs)
+            result = self.constant(result) if isinstance(result, torch.Tensor) else map_tracers(self.constant, result)
+        else:
+            rule = derivative_rule(op)
+            if rule is None or by_keyword:
+                return decompose(op, args, kwargs)
+            custom = rule.instead(self, args, kwargs) if rule.instead is not None else None
+            if custom is not None:
+                return custom
+            result = self.apply(rule, op, self.unwrap(args), self.unwrap(kwargs) if kwargs else kwargs, inputs)
+        return self.remember_views(op, args, kwargs, result) if operator.is_view else result
 
     def inputs(self, args: tuple[Any, ...]) -> list[tuple[Position, Any]]:
         """The tracers of this level with a derivative among an operator's arguments, each with its position."""
@@ -152,7 +149,8 @@ class DerivativeLevel(AdoptingLevel):
         for position, argument in enumerate(args):
             if isinstance(argument, DerivativeTracer):
                 if argument.level is self:
-                    self.refresh(argument)
+                    if argument.view_of is not None:
+                        self.refresh(argument)
                     if argument.varies:
                         found.append((position, argument))
             elif isinstance(argument, (list, tuple)):
@@ -165,13 +163,16 @@ class DerivativeLevel(AdoptingLevel):
 
     def unwrap(self, tree: Any) -> Any:
         """An operator's arguments with what the tracers of this level stand for in their place."""
-        if isinstance(tree, DerivativeTracer) and tree.level is self:
-            self.refresh(tree)
-            return tree.value
-        if isinstance(tree, (list, tuple)):
-            items = [self.unwrap(item) for item in tree]
-            return items if isinstance(tree, list) else tuple(items)
-        if isinstance(tree, dict):
+        if isinstance(tree, DerivativeTracer):
+            if tree.level is self:
+                if tree.view_of is not None:
+                    self.refresh(tree)
+                return tree.value
+        elif isinstance(tree, tuple):
+            return tuple([self.unwrap(item) for item in tree])
+        elif isinstance(tree, list):
+            return [self.unwrap(item) for item in tree]
+        elif isinstance(tree, dict):
             return {key: self.unwrap(item) for key, item in tree.items()}
         return tree
 
@@ -179,7 +180,7 @@ class DerivativeLevel(AdoptingLevel):
 
     def remember_views(self, op: Op, args: Any, kwargs: Any, result: Any) -> Any:
         base = args[0] if args else None
-        if facts(op).is_view and isinstance(base, DerivativeTracer) and base.level is self:
+        if isinstance(base, DerivativeTracer) and base.level is self:
             for output, tracer in enumerate(result) if isinstance(result, (tuple, list)) else [(None, result)]:
                 tracer.view_of = (base, op, args[1:], kwargs, output)
                 tracer.writes_seen = base.writes

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.transforms.derivatives import DerivativeLevel, DerivativeTracer, Position
+from psgrad.engine.transforms.derivatives import DerivativeLevel, DerivativeTracer, Position, hold
 from psgrad.engine.transforms.interpreter import meet, rewritten
 from psgrad.engine.transforms.levels import Level
 from psgrad.engine.transforms.operators import Op, aten
@@ -26,12 +26,6 @@ class ForwardTracer(DerivativeTracer):
 
     level: ForwardLevel
     tangent: torch.Tensor | None
-
-    @staticmethod
-    def __new__(cls, value: torch.Tensor, level: ForwardLevel, tangent: torch.Tensor | None = None) -> ForwardTracer:
-        tracer = cls.hold(value, level)
-        tracer.tangent = tangent
-        return tracer
 
     @property
     def varies(self) -> bool:
@@ -47,7 +41,13 @@ class ForwardTracer(DerivativeTracer):
         tangent = new.tangent
         if self.tangent is not None:
             tangent = rewritten(self.tangent, torch.zeros_like(self.tangent) if tangent is None else tangent)
-        return ForwardTracer(rewritten(self.value, new.value), self.level, tangent)
+        return traced(rewritten(self.value, new.value), self.level, tangent)
+
+
+def traced(value: torch.Tensor, level: ForwardLevel, tangent: torch.Tensor | None = None) -> ForwardTracer:
+    tracer = hold(ForwardTracer, value, level)
+    tracer.tangent = tangent
+    return tracer
 
 
 class ForwardLevel(DerivativeLevel):
@@ -56,10 +56,10 @@ class ForwardLevel(DerivativeLevel):
     def dual(self, value: torch.Tensor, tangent: torch.Tensor | None) -> ForwardTracer:
         if tangent is not None:
             meet(tangent)
-        return ForwardTracer(value, self, tangent)
+        return traced(value, self, tangent)
 
     def constant(self, value: torch.Tensor) -> ForwardTracer:
-        return ForwardTracer(value, self)
+        return traced(value, self)
 
     def is_on(self) -> bool:
         return True  # no_grad speaks of reverse mode
@@ -78,7 +78,7 @@ class ForwardLevel(DerivativeLevel):
     def _place(self, result: torch.Tensor, tangent: torch.Tensor | None) -> ForwardTracer:
         """A whole number has no derivative: a linear operator (a cast) would take it from the tangent as from the value."""
         differentiable = result.dtype.is_floating_point or result.dtype.is_complex
-        return ForwardTracer(result, self, tangent if differentiable else None)
+        return traced(result, self, tangent if differentiable else None)
 
     def _tangents(self, results: Any, rule: DerivativeRule, op: Op, out: Any, args: Any, kwargs: Any, inputs: Any) -> list[Any]:
         """The tangents of an operator's results: the sum of what each input adds."""

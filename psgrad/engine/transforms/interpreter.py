@@ -35,6 +35,7 @@ class _State(threading.local):
     def __init__(self) -> None:
         self.stack: list[Level] = []
         self.interpreting = False
+        self.switched = False  # whether what is different while a transform runs is so already, by a level further out (see levels.py)
         # While a random operator is carried out: only levels under this one have a say in what it is taken apart into.
         self.heard = math.inf
         # True while a cotangent is computed for a value that no sample axis has touched: only there may a
@@ -52,7 +53,7 @@ class _State(threading.local):
         # Told of each generator that draws: those who will run a function again with the same draws.
         self.draws: tuple[Callable[[Any], None], ...] = ()
         # What is needed by records that are used later (see kept.py): told of what is written to.
-        self.kept: weakref.WeakSet[Kept] = weakref.WeakSet()
+        self.kept: set[weakref.ref[Kept]] = set()
 
 
 state = _State()
@@ -162,7 +163,9 @@ def innermost(value: Any) -> Any:
 
 
 def strides_of(value: torch.Tensor) -> tuple[int, ...]:
-    """The strides of a value that is to be traced."""
+    """The strides of a value that is to be traced. Here is taken note of it, too: whether autograd follows it, or a mark is on it."""
+    if value.requires_grad:
+        meet(value)
     if value.dtype.is_complex or value.is_neg():
         state.marked = True
     try:
@@ -216,10 +219,14 @@ class Interpreter(TorchDispatchMode):
         kwargs = kwargs or {}
         for told in state.watchers:
             told(op, args, kwargs)
-        adopter = next((level for level in reversed(state.stack) if level.adopts), None)
         top = top_level(args, kwargs)
+        adopter: Level | None = None
+        for level in reversed(state.stack):
+            if level is top or level.adopts:
+                adopter = level
+                break
         if adopter is None or (top is not None and (top is _DEAD or top.index >= adopter.index)):
-            return interpret(op, args, kwargs)
+            return handed_on(top, op, args, kwargs)
         if op in RANDOM_COMPOSITES:
             return in_pieces(op, args, kwargs)
         if is_random(op, args, kwargs):
@@ -308,7 +315,11 @@ def interpret(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], below: Leve
 
     `below`: only levels under this one are asked; a level passes itself here to go one floor down.
     """
-    level = top_level(args, kwargs)
+    return handed_on(top_level(args, kwargs), op, args, kwargs, below)
+
+
+def handed_on(level: Level | None, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], below: Level | None = None) -> Any:
+    """`interpret` for arguments whose highest level is known."""
     if state.attached:
         with Attached():
             return _hand_on(level, op, args, kwargs, below)
@@ -320,9 +331,10 @@ def _hand_on(level: Level | None, op: Op, args: tuple[Any, ...], kwargs: dict[st
         args, kwargs = map_tracers(resurrect, args), map_tracers(resurrect, kwargs)
         return interpret(op, args, kwargs, below) if top_level(args, kwargs) is not None else op(*args, **kwargs)
     if state.kept:
-        for kept in state.kept:
-            kept.watch(op, args, kwargs)
-    if not is_random(op, args, kwargs):
+        for reference in list(state.kept):
+            if (kept := reference()) is not None:
+                kept.watch(op, args, kwargs)
+    if not (facts(op).is_random and is_random(op, args, kwargs)):
         return op(*args, **kwargs) if level is None else level.process(op, args, kwargs)
     for told in state.draws:
         told(kwargs.get("generator"))
@@ -347,14 +359,20 @@ def top_level(args: Any, kwargs: dict[str, Any]) -> Level | None:
     for argument in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(argument, Tracer):
             level = argument.level
+        elif isinstance(argument, torch.Tensor):
+            if argument.requires_grad:
+                meet(argument)
+            continue
         elif isinstance(argument, (list, tuple)):  # `cat`, `stack`, `index`
             inner = top_level(argument, {})
             if inner is None:
                 continue
+            if inner is _DEAD:
+                return inner
             level = inner
         else:
-            if isinstance(argument, torch.Tensor) and argument.requires_grad:
-                meet(argument)
+            continue
+        if level is top:
             continue
         if not level.alive:
             return _DEAD  # type: ignore[no-any-return]

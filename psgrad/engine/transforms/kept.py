@@ -29,7 +29,7 @@ class Kept:
         self._seen: list[tuple[weakref.ref[torch.Tensor], int]] = []  # plain tensors, and how often they had been written to
         self._others: set[Kept] = set()  # records that this one has gone back over
         self._changed: list[weakref.ref[Any]] = []
-        state.kept.add(self)
+        state.kept.add(weakref.ref(self, state.kept.discard))
 
     def need(self, values: Iterable[Any]) -> None:
         values = list(values)

@@ -59,38 +59,22 @@ class Level:
         """Whether this level has a say in a random operator that none of its tracers takes part in."""
         return False
 
-    @contextmanager
-    def body(self, grad_mode: bool | None = None, *, attach: bool = True) -> Iterator[Level]:
+    def body(self, grad_mode: bool | None = None, *, attach: bool = True) -> Body:
         """Run the user's function inside: `with level.body(): out = f(*tracers)`. Leaves no trace behind, whatever happens.
 
         attach: whether PyTorch's autograd may differentiate the result, where the function meets tensors that require a gradient.
         """
-        _refuse_torchs_transforms()
-        with ExitStack() as exits:
-            if not state.stack:
-                exits.enter_context(attachable(attach and torch.is_grad_enabled()))
-            grad_mode = torch.is_grad_enabled() if grad_mode is None else grad_mode
-            exits.enter_context(torch.inference_mode(False))  # which switches recording on
-            exits.enter_context(torch.set_grad_enabled(grad_mode))
-            exits.enter_context(below_autograd())
-            for switch in switches:
-                exits.enter_context(switch)
-            if not state.interpreting:
-                exits.enter_context(Interpreter())
-            exits.enter_context(self.active())
-            try:
-                yield self
-            except RuntimeError as error:
-                if not any(words in str(error) for words in _AUTOGRAD_FINDS_NOTHING):
-                    raise
-                raise TransformError(
-                    f"torch.autograd or .backward() inside the transformed function{diagnostics.where(error)}",
-                    expected="derivatives by transforms, which nest: grad, vjp, jvp",
-                    cause="PyTorch's autograd records nothing there",
-                ) from error
-            for level in state.stack:
-                if level.diverged is not None:  # the function has caught what should have gone past it
-                    raise Divergence(level, *level.diverged)
+        return Body(self, torch.is_grad_enabled() if grad_mode is None else grad_mode, attach)
+
+    def explained(self, error: BaseException) -> TransformError | None:
+        """What to say in the place of an error that comes out of the user's function; None lets it pass as it is."""
+        if isinstance(error, RuntimeError) and any(words in str(error) for words in _AUTOGRAD_FINDS_NOTHING):
+            return TransformError(
+                f"torch.autograd or .backward() inside the transformed function{diagnostics.where(error)}",
+                expected="derivatives by transforms, which nest: grad, vjp, jvp",
+                cause="PyTorch's autograd records nothing there",
+            )
+        return None
 
     @contextmanager
     def again(self) -> Iterator[Level]:
@@ -109,19 +93,72 @@ class Level:
 
         above: the level on whose top it is to stand instead, under those that are there already.
         """
-        place = state.stack.index(above) + 1 if above is not None else len(state.stack)
-        self.index = place + 1
-        self.alive = True
-        state.stack.insert(place, self)
-        _number_from(place + 1)
+        self.enter(above)
         try:
             yield self
         finally:
-            self.alive, self.attached = False, state.attached
-            state.stack.remove(self)
-            _number_from(place)
+            self.leave()
+
+    def enter(self, above: Level | None = None) -> None:
+        place = state.stack.index(above) + 1 if above is not None else len(state.stack)
+        self.alive = True
+        state.stack.insert(place, self)
+        _number_from(place)
+
+    def leave(self) -> None:
+        self.alive, self.attached = False, state.attached
+        state.stack.remove(self)
+        _number_from(self.index - 1)
+        if not state.stack:
+            state.marked = False
+
+
+class Body:
+    """While the user's function runs inside a level. It is entered at each call of a transform: generators would take their time."""
+
+    def __init__(self, level: Level, grad_mode: bool, attach: bool) -> None:
+        self.level, self.grad_mode, self.attach = level, grad_mode, attach
+        self.entered: list[Any] = []
+
+    def __enter__(self) -> Level:
+        _refuse_torchs_transforms()
+        try:
             if not state.stack:
-                state.marked = False
+                self._enter(attachable(self.attach and torch.is_grad_enabled()))
+            self._enter(torch.inference_mode(False))  # which switches recording on, and when it is left, back to what it was
+            torch._C._set_grad_enabled(self.grad_mode)
+            self._enter(below_autograd())
+            if not state.switched:
+                self._enter(switched())
+            if not state.interpreting:
+                self._enter(Interpreter())
+            self.level.enter()
+        except BaseException:
+            self._leave()
+            raise
+        return self.level
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        try:
+            if error is not None:
+                explained = self.level.explained(error)
+                if explained is not None:
+                    raise explained from error
+                return
+            for level in state.stack:
+                if level.diverged is not None:  # the function has caught what should have gone past it
+                    raise Divergence(level, *level.diverged)
+        finally:
+            self.level.leave()
+            self._leave()
+
+    def _enter(self, context: Any) -> None:
+        context.__enter__()
+        self.entered.append(context)
+
+    def _leave(self) -> None:
+        while self.entered:
+            self.entered.pop().__exit__(None, None, None)
 
 
 _TORCHS_TRANSFORM_RUNS = torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
@@ -175,11 +212,27 @@ switches: list[AbstractContextManager[None]] = [_SlowPaths()]
 
 
 @contextmanager
+def switched() -> Iterator[None]:
+    """In this thread, a transform runs."""
+    entered: list[AbstractContextManager[None]] = []
+    try:
+        for switch in switches:
+            switch.__enter__()
+            entered.append(switch)
+        state.switched = True
+        yield
+    finally:
+        state.switched = False
+        for switch in reversed(entered):
+            switch.__exit__(None, None, None)
+
+
+@contextmanager
 def users_program() -> Iterator[None]:
     """While the pass back runs a function of the user's: as in a level's body, its operators are seen, also those without tracers."""
     with ExitStack() as exits:
-        for switch in switches:
-            exits.enter_context(switch)
+        if not state.switched:
+            exits.enter_context(switched())
         if not isinstance(_get_current_dispatch_mode(), Interpreter):
             exits.enter_context(Interpreter())
         yield

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.transforms.derivatives import DerivativeLevel, DerivativeTracer, Position
+from psgrad.engine.transforms.derivatives import DerivativeLevel, DerivativeTracer, Position, hold
 from psgrad.engine.transforms.interpreter import Tracer, rewritten, tensors_in
 from psgrad.engine.transforms.kept import Kept
 from psgrad.engine.transforms.operators import Op, facts
@@ -22,12 +22,6 @@ class GradTracer(DerivativeTracer):
     node: Node | None
     output: int
 
-    @staticmethod
-    def __new__(cls, value: torch.Tensor, level: GradLevel, node: Node | None = None, output: int = 0) -> GradTracer:
-        tracer = cls.hold(value, level)
-        tracer.node, tracer.output = node, output
-        return tracer
-
     @property
     def varies(self) -> bool:
         return self.node is not None
@@ -36,7 +30,13 @@ class GradTracer(DerivativeTracer):
         self.value, self.node, self.output = other.value, other.node, other.output
 
     def rewritten(self, new: Any) -> Any:
-        return GradTracer(rewritten(self.value, new.value), self.level, self.node, self.output) if self.level.owns(new) else new
+        return traced(rewritten(self.value, new.value), self.level, self.node, self.output) if self.level.owns(new) else new
+
+
+def traced(value: torch.Tensor, level: GradLevel, node: Node | None = None, output: int = 0) -> GradTracer:
+    tracer = hold(GradTracer, value, level)
+    tracer.node, tracer.output = node, output
+    return tracer
 
 
 class GradLevel(DerivativeLevel):
@@ -50,10 +50,10 @@ class GradLevel(DerivativeLevel):
         self.callers_grad_mode = torch.is_grad_enabled()
 
     def leaf(self, value: torch.Tensor) -> GradTracer:
-        return GradTracer(value, self, Node())
+        return traced(value, self, Node())
 
     def constant(self, value: torch.Tensor) -> GradTracer:
-        return GradTracer(value, self)
+        return traced(value, self)
 
     def is_on(self) -> bool:
         return torch.is_grad_enabled()
@@ -83,13 +83,17 @@ class GradLevel(DerivativeLevel):
         return tracers if isinstance(result, list) else tuple(tracers)
 
     def _place(self, result: torch.Tensor, node: Node | None, output: int) -> GradTracer:
-        differentiable = result.dtype.is_floating_point or result.dtype.is_complex
-        return GradTracer(result, self, node, output) if node is not None and differentiable else GradTracer(result, self)
+        if node is not None:
+            dtype = result.dtype
+            if not (dtype.is_floating_point or dtype.is_complex):
+                node = None
+        return traced(result, self, node, output if node is not None else 0)
 
     def _record(self, rule: DerivativeRule, inputs: Sequence[tuple[Position, Any]], result: Any, values: Any, kwargs: Any) -> Node | None:
         node = Node(len(result) if isinstance(result, (tuple, list)) else None)
         grad_mode = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(self.callers_grad_mode)
+        if grad_mode != self.callers_grad_mode:
+            torch._C._set_grad_enabled(self.callers_grad_mode)
         try:
             joint = rule.vjp if isinstance(rule.vjp, JointVJP) else None
             if joint is not None:
@@ -104,7 +108,8 @@ class GradLevel(DerivativeLevel):
                         continue  # the derivative with respect to this argument is zero
                 node.edges.append(Edge(tracer.node, tracer.output, position, closure, not isinstance(tracer.value, Tracer)))
         finally:
-            torch._C._set_grad_enabled(grad_mode)
+            if grad_mode != self.callers_grad_mode:
+                torch._C._set_grad_enabled(grad_mode)
         return node if node.edges else None
 
     def _keep(self, kept: Kept, linear: tuple[int, ...], varying: set[int], result: Any, values: Any, kwargs: Any) -> None:

@@ -64,10 +64,15 @@ def stretching(make: Maker, position: int) -> Push:
 def elementwise_batch(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
     """An elementwise operator is its own batching; operands of lower rank get unit axes behind the sample axis."""
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
-    rank = max(t.dim() for t in tensors)
-    if len(tensors) > 1 and any(t.dtype != tensors[0].dtype for t in tensors):
+    if len(tensors) == 1:
+        return op(*[batch.raw(a) for a in args], **kwargs)
+    rank, dtype, mixed = -1, tensors[0].dtype, False
+    for t in tensors:
+        rank = max(rank, t.dim())
+        mixed = mixed or t.dtype != dtype
+    if mixed:
         args = tuple(_promoted(batch, args, tensors, rank))
-    return op(*[batch.aligned(a, rank) if isinstance(a, torch.Tensor) else a for a in args], **kwargs)
+    return op(*[batch.aligned(a, rank) for a in args], **kwargs)
 
 
 def _promoted(batch: Any, args: Any, tensors: list[torch.Tensor], rank: int) -> list[Any]:
