@@ -1,0 +1,169 @@
+"""What work costs: a machine's measured constants, and the seconds that products, passes over memory and convolutions take on it.
+
+The model is a roofline with small print: a matrix product takes its floating-point operations at the rate that its thinnest axis allows,
+or the time its operands need to move, whichever is longer, and something for each matrix of a batch; everything else takes the time its
+bytes need; and each kernel has a cost of being called at all. Williams, Waterman and Patterson, "Roofline: An Insightful Visual
+Performance Model for Multicore Architectures" (2009), is the source of the idea.
+
+A price is an estimate. Choices that follow from it change how fast a number comes, and its last digits, never more.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# Sizes at which the rate of thin matrices is measured; from the last on an axis is no obstacle.
+THIN_SIZES = (1, 4, 16, 64, 256)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a way of computing something takes.
+
+    Attributes:
+        seconds: estimated, of the samples it was asked for.
+        bytes: the largest intermediate of one sample, beside what is there anyway.
+    """
+
+    seconds: float
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The constants of one device, in seconds, bytes and floating-point operations (a multiply-add is two).
+
+    Attributes:
+        name: which device it is, in words.
+        origin: where the constants come from: 'measured', 'built in', or a file.
+        product: dtype -> operations a second of a large matrix product.
+        thin_rows, thin_columns, thin_inner: the share of that rate where this axis is 1, 4, 16, 64, 256 long and the others are large.
+        matrix_seconds: of one more small matrix in a batched product.
+        stream: (bytes of the result, bytes moved a second) of an elementwise product into fresh memory, by rising size.
+        scattered: bytes moved a second where an index says where (gathers, scatters, pooling, sorting).
+        transcendental: results a second of exponentials and their like.
+        convolution: share of the product rate that a convolution reaches; grouped_convolution: with the samples as its groups.
+        attention: share of the product rate that fused attention reaches.
+        call_seconds: of one kernel on nearly nothing.
+        operator_seconds: of the Python around one kernel, where a pass is not replayed.
+        asynchronous: whether calls return before their kernels are done, so that Python and kernels overlap.
+    """
+
+    name: str
+    origin: str
+    product: Mapping[str, float]
+    thin_rows: tuple[float, ...]
+    thin_columns: tuple[float, ...]
+    thin_inner: tuple[float, ...]
+    matrix_seconds: float
+    stream: tuple[tuple[float, float], ...]
+    scattered: float
+    transcendental: float
+    convolution: float
+    grouped_convolution: float
+    attention: float
+    call_seconds: float
+    operator_seconds: float
+    asynchronous: bool = False
+
+    def product_rate(self, dtype: torch.dtype) -> float:
+        """Operations a second of a large matrix product; of a type that was not measured, float32's, a wider one's share of it."""
+        name = str(dtype).removeprefix("torch.")
+        if name in self.product:
+            return self.product[name]
+        return self.product["float32"] / max(1.0, dtype.itemsize / 4)
+
+    def matmul_seconds(self, batch: int, rows: int, columns: int, inner: int, dtype: torch.dtype) -> float:
+        """A batch of products [rows, inner] x [inner, columns]."""
+        operations = 2.0 * batch * rows * columns * inner
+        if not operations:
+            return self.call_seconds
+        share = min(
+            _interpolated(THIN_SIZES, shares, size)
+            for shares, size in ((self.thin_rows, rows), (self.thin_columns, columns), (self.thin_inner, inner))
+        )
+        moved = batch * (rows * columns + rows * inner + inner * columns) * dtype.itemsize
+        largest = batch * max(rows * columns, rows * inner, inner * columns) * dtype.itemsize
+        compute = operations / (self.product_rate(dtype) * share)
+        return self.call_seconds + (batch - 1) * self.matrix_seconds + max(compute, moved / self.bandwidth(largest))
+
+    def stream_seconds(self, moved: float, result: float | None = None) -> float:
+        """A kernel that reads and writes so many bytes, the result among them (a third of them, where it is not said)."""
+        return self.call_seconds + moved / self.bandwidth(moved / 3 if result is None else result)
+
+    def scattered_seconds(self, moved: float) -> float:
+        """A kernel that moves so many bytes to or from where an index says."""
+        return self.call_seconds + moved / self.scattered
+
+    def transcendental_seconds(self, elements: float, moved: float) -> float:
+        """A kernel that takes an exponential or its like of each element."""
+        return self.call_seconds + max(elements / self.transcendental, moved / self.bandwidth(moved / 2))
+
+    def convolution_seconds(self, operations: float, moved: float, dtype: torch.dtype, *, grouped: bool = False) -> float:
+        """A convolution, or one of its derivatives, of so many operations."""
+        share = self.grouped_convolution if grouped else self.convolution
+        return self.call_seconds + max(operations / (self.product_rate(dtype) * share), moved / self.bandwidth(moved / 3))
+
+    def attention_seconds(self, operations: float, moved: float, dtype: torch.dtype) -> float:
+        """Fused attention, or its derivative, of so many operations."""
+        return self.call_seconds + max(operations / (self.product_rate(dtype) * self.attention), moved / self.bandwidth(moved / 4))
+
+    def bandwidth(self, result: float) -> float:
+        """Bytes moved a second by a kernel whose result has so many bytes."""
+        sizes, rates = zip(*self.stream, strict=True)
+        return _interpolated(sizes, rates, result)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, as `machine_of` reads them."""
+        return dataclasses.asdict(self)
+
+
+def machine_of(values: Mapping[str, Any], origin: str) -> Machine:
+    """A machine from plain values (a JSON file's). Raises ValueError, which says what is missing, unknown or no positive number."""
+    known = {field.name for field in dataclasses.fields(Machine)}
+    if unknown := sorted(set(values) - known):
+        raise ValueError(f"unknown key {unknown[0]!r}")
+    if missing := sorted(known - set(values) - {"origin", "asynchronous"}):
+        raise ValueError(f"{missing[0]!r} is missing")
+    taken: dict[str, Any] = {**values, "origin": origin}
+    for name in ("thin_rows", "thin_columns", "thin_inner"):
+        taken[name] = tuple(_positive(name, share) for share in taken[name])
+        if len(taken[name]) != len(THIN_SIZES):
+            raise ValueError(f"{name!r} has {len(taken[name])} shares, expected {len(THIN_SIZES)}, for the sizes {THIN_SIZES}")
+    taken["stream"] = tuple(sorted((_positive("stream", size), _positive("stream", rate)) for size, rate in taken["stream"]))
+    taken["product"] = {str(dtype): _positive("product", rate) for dtype, rate in dict(taken["product"]).items()}
+    if "float32" not in taken["product"] or not taken["stream"]:
+        raise ValueError("'product' needs a rate for float32, and 'stream' at least one")
+    for name in known - {"name", "origin", "product", "thin_rows", "thin_columns", "thin_inner", "stream", "asynchronous"}:
+        taken[name] = _positive(name, taken[name])
+    return Machine(**taken)
+
+
+def _positive(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise ValueError(f"{name!r} holds {value!r}, expected numbers above zero")
+    return float(value)
+
+
+def _interpolated(sizes: tuple[float, ...], values: tuple[float, ...], size: float) -> float:
+    """The value at a size, along straight lines in both logarithms; the first and the last hold beyond them."""
+    place = bisect.bisect_left(sizes, size)
+    if place == 0:
+        return values[0]
+    if place == len(sizes):
+        return values[-1]
+    share = math.log(size / sizes[place - 1]) / math.log(sizes[place] / sizes[place - 1])
+    return values[place - 1] * (values[place] / values[place - 1]) ** share
+
+
+def cheapest(ways: Mapping[str, Cost], block: int) -> str:
+    """The name of the quickest way among those of which one sample fits a block of so many bytes; of all, where none does."""
+    fitting = {name: cost for name, cost in ways.items() if cost.bytes <= block} or ways
+    return min(fitting, key=lambda name: fitting[name].seconds)

@@ -1,0 +1,110 @@
+"""What a pass over a chunk of samples will take, in time and memory, before it runs; and the chunk that fits a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from psgrad.engine.gradients.costs import Machine
+from psgrad.engine.gradients.ledger import Course, Like, traced
+from psgrad.engine.gradients.machines import machine
+
+# Samples in the chunk from which `chunk_for` begins.
+_FIRST_CHUNK = 8
+# Traces after which `chunk_for` takes what it has: each costs what a small chunk costs.
+_MOST_TRACES = 5
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a chunk will take.
+
+    Attributes:
+        seconds: estimated.
+        peak_bytes: the most memory that the pass has at a time beyond the parameters and the chunk's own inputs; its results are in it.
+        input_bytes: of the chunk's inputs and targets.
+        kernels: how many run.
+    """
+
+    seconds: float
+    peak_bytes: int
+    input_bytes: int
+    kernels: int
+
+
+def predict(
+    function: Callable[..., Any],
+    params: dict[str, torch.Tensor],
+    inputs: tuple[torch.Tensor, ...],
+    target: torch.Tensor | None,
+    chunk: int | None = None,
+    *,
+    replayed: bool = False,
+) -> Prediction:
+    """What `function(params, inputs, target)` will take, without running it.
+
+    Args:
+        function: of the parameters and a chunk of samples, for example per_sample_square_norms with its loss bound.
+        inputs, target: rows on the device to compute on, [n, ...]; their values don't matter.
+        chunk: how many rows to predict for, n where it is not said.
+        replayed: for a chunk that is replayed from a record.
+
+    Raises NotCapturable, or what the function raises on tensors without values, where its course depends on data.
+    """
+    course, given = course_of(function, params, inputs, target, chunk, replayed=replayed)
+    device = next(iter(params.values())).device
+    return Prediction(seconds_of(course, machine(device), replayed=replayed), course.peak_bytes, given, len(course.kernels))
+
+
+def course_of(
+    function: Callable[..., Any], params: Any, inputs: Any, target: Any, chunk: int | None = None, *, replayed: bool = False
+) -> tuple[Course, int]:
+    """(course, bytes of the chunk itself) of a function of parameters and a chunk; arguments as for `predict`."""
+    rows = tree_map(lambda x: x if chunk is None or not isinstance(x, torch.Tensor) else Like.rows(x, chunk), (inputs, target))
+    course = traced(function, params, *rows, replayed=replayed)
+    each = {id(x): x.numel() * x.element_size() for x in tree_leaves(params) if isinstance(x, torch.Tensor)}
+    return course, max(0, course.argument_bytes - sum(each.values()))
+
+
+def seconds_of(course: Course, on: Machine, *, replayed: bool) -> float:
+    """What a course takes on a machine. Where calls return before their kernels are done, the slower of Python and kernels counts."""
+    kernels = sum(kernel.seconds(on) for kernel in course.kernels)
+    if replayed:
+        return kernels
+    python = len(course.kernels) * on.operator_seconds
+    return max(kernels, python + len(course.kernels) * on.call_seconds) if on.asynchronous else kernels + python
+
+
+def chunk_for(trace_at: Callable[[int], Prediction], budget: int, most: int = 1024) -> int:
+    """The largest chunk, 1 to `most` samples, whose pass and inputs fit a budget of bytes, as far as a few traces tell.
+
+    trace_at: from a number of samples to what a chunk of them will take. Memory grows along a line from some size on (small
+    intermediates fill a block first), so each trace corrects the line through the last two.
+
+    What is returned was traced and fits, or is 1.
+    """
+    fits, beyond = 0, most + 1
+    found: dict[int, int] = {}
+    size = min(_FIRST_CHUNK, most)
+    while len(found) < _MOST_TRACES and size not in found:
+        prediction = trace_at(size)
+        found[size] = prediction.peak_bytes + prediction.input_bytes
+        if found[size] <= budget:
+            fits = max(fits, size)
+        else:
+            beyond = min(beyond, size)
+        if fits + 1 >= beyond:
+            break
+        size = max(fits + 1, min(_on_the_line(found, budget), beyond - 1))
+    return max(fits, 1)
+
+
+def _on_the_line(found: dict[int, int], budget: int) -> int:
+    """The size at which the line through the two largest sizes met reaches the budget."""
+    (small, less), (large, more) = [(0, 0), *sorted(found.items())][-2:]
+    slope = max(1.0, (more - less) / (large - small))
+    return int(large + (budget - more) / slope)
