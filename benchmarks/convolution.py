@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from psgrad.engine.transforms.rules.convolution import Geometry, as_groups, as_matrices
+from psgrad.engine.transforms.rules.windows import Geometry, as_groups, as_matrices
 
 # samples, input channels, output channels, side of the input, padding; all kernels are 3x3
 SHAPES = ((32, 16, 16, 32, 1), (32, 32, 32, 16, 1), (32, 64, 64, 8, 1), (64, 32, 64, 26, 0), (64, 1, 32, 28, 0), (32, 3, 16, 32, 1))

@@ -20,7 +20,7 @@ from psgrad.engine.gradients.deferral import DeferredGradient, Placed
 from psgrad.engine.gradients.layout import Layout
 from psgrad.engine.gradients.queries import PerSampleGradients
 from psgrad.engine.gradients.terms import Convolution, Dense, Product, Rows, Term, blocks, sum_of_products
-from psgrad.engine.transforms.rules.convolution import Geometry
+from psgrad.engine.transforms.rules.windows import Geometry
 from tests.engine.gradients.agreement import check_layer
 
 samples = st.integers(0, 4)

@@ -9,11 +9,32 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.gradients.terms.base import Term, accumulating, blocks, joined, sum_of_products
+from psgrad.engine.gradients.terms.base import (
+    Term,
+    accumulating,
+    accumulating_dtype,
+    blocks,
+    joined,
+    square_norm,
+    sum_of_products,
+    sums_of_grams,
+)
 from psgrad.engine.gradients.terms.product import Product
-from psgrad.engine.transforms.rules.convolution import Geometry, as_matrices, grouped_kernel_is_fast, weight_gradients
+from psgrad.engine.transforms.rules.windows import (
+    Geometry,
+    as_matrices,
+    grams,
+    grouped_kernel_is_fast,
+    padded_sides,
+    shifted,
+    weight_gradients,
+    writes_patches,
+)
 
 aten = torch.ops.aten
+
+# What an addition along a diagonal of the pixels' Gram matrix takes, as multiply-adds of a matrix product: it is all memory.
+_ADDITION = 16
 
 
 @dataclass(frozen=True)
@@ -42,28 +63,56 @@ class Convolution(Term):
         patches, cotangents = as_matrices(self.cotangents, self.inputs, self.weight_shape, self.geometry)
         return Product(cotangents, patches)
 
-    def _positions(self) -> int:
-        narrow = self.inputs if self.geometry.transposed else self.cotangents
-        return narrow.shape[1] * math.prod(narrow.shape[3:])
+    def _gram_elements(self) -> int:
+        """Numbers in a sample's Gram matrices of pixels and of positions."""
+        _, positions, pixels = self._sizes()
+        return self.geometry.groups * (pixels * pixels + 2 * positions * positions)
+
+    def _sizes(self) -> tuple[int, int, int]:
+        """(places of the kernel, positions, pixels of the padded input), inner batch included."""
+        narrow, wide = (self.inputs, self.cotangents) if self.geometry.transposed else (self.cotangents, self.inputs)
+        inner, positions = narrow.shape[1], narrow.shape[3:]
+        reach = padded_sides(wide.shape[3:], self.weight_shape[2:], positions, self.geometry)
+        return math.prod(self.weight_shape[2:]), inner * math.prod(positions), inner * math.prod(reach)
 
     def _gram_is_cheaper(self) -> bool:
-        groups = self.geometry.groups
-        rows = self.weight_shape[0] // groups
-        columns = math.prod(self.weight_shape[1:])
-        return self._positions() * (rows + columns) <= rows * columns
+        """Multiplications and additions: p*p*columns + t*t*rows for the Gram matrices of p pixels and t positions, and some additions for
+        each place of the kernel; written out, t*rows*columns for each place."""
+        places, positions, pixels = self._sizes()
+        rows, columns = self.weight_shape[0] // self.geometry.groups, self.weight_shape[1]
+        additions = _ADDITION * sum(self.weight_shape[2:]) * pixels * pixels
+        return pixels * pixels * columns + positions * positions * rows + additions <= positions * rows * columns * places
 
     def _blocks(self) -> Iterator[slice]:
         """Samples whose weight gradients, and patches where they have to be written out, fit a block."""
         elements = math.prod(self.weight_shape)
-        if self._gram_is_cheaper() or not grouped_kernel_is_fast(self.cotangents, self.weight_shape):
-            elements = max(elements, self._positions() * math.prod(self.weight_shape[1:]) * self.geometry.groups)
+        if writes_patches(self.cotangents, self.weight_shape, self.geometry):
+            places, positions, _ = self._sizes()
+            elements = max(elements, positions * places * self.weight_shape[1] * self.geometry.groups)
         return blocks(self.samples, elements * max(self.dtype.itemsize, 4), self.device)
 
     def square_norms(self) -> torch.Tensor:
         if not self._gram_is_cheaper():
             return self.materialised_square_norms()
-        parts = [self.at(block).as_product().square_norms() for block in self._blocks()]
+        kind = accumulating_dtype(self.dtype)
+        parts = []
+        for block in blocks(self.samples, self._gram_elements() * kind.itemsize, self.device):
+            some = self.at(block, kind)
+            cotangents, patches = grams(some.cotangents, some.inputs, self.weight_shape, self.geometry)
+            parts.append(sums_of_grams(some, cotangents, patches, self.geometry.groups))
         return joined(parts, self)
+
+    def materialised_square_norms(self) -> torch.Tensor:
+        kind = accumulating_dtype(self.dtype)
+        if grouped_kernel_is_fast(self.cotangents, self.weight_shape, self.geometry) or writes_patches(
+            self.cotangents, self.weight_shape, self.geometry
+        ):
+            return super().materialised_square_norms()
+        some = self.at(slice(None), kind)
+        total = torch.zeros(self.samples, dtype=kind, device=self.device)
+        for _, part in shifted(some.cotangents, some.inputs, self.weight_shape, self.geometry):
+            total += square_norm(part)
+        return total
 
     def materialise(self) -> torch.Tensor:
         parts = [weight_gradients(self.cotangents[block], self.inputs[block], self.weight_shape, self.geometry) for block in self._blocks()]

@@ -3,29 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from psgrad.engine.transforms.rules.families import aten
 from psgrad.engine.transforms.rules.registry import Op, define
-
-
-class Geometry(NamedTuple):
-    """A convolution's arguments behind its tensors, in the operator's order."""
-
-    stride: Sequence[int]
-    padding: Sequence[int]
-    dilation: Sequence[int]
-    transposed: bool
-    output_padding: Sequence[int]
-    groups: int
-
-    @classmethod
-    def of(cls, args: Sequence[Any], axes: int) -> Geometry:
-        """PyTorch lets one number stand for all spatial axes."""
-        spread: list[Any] = [list(a) * axes if isinstance(a, (list, tuple)) and len(a) == 1 else a for a in args]
-        return cls(*spread)
+from psgrad.engine.transforms.rules.windows import Geometry, weight_gradients
 
 
 def _input_back(
@@ -136,71 +120,3 @@ define(
     vjp={0: _cotangent_back, 1: _backward_input_back, 2: _backward_weight_back},
     batch=_backward_batch,
 )
-
-
-def weight_gradients(g: torch.Tensor, x: torch.Tensor, shape: torch.Size, geometry: Geometry) -> torch.Tensor:
-    """Per-sample weight gradients [n, *shape] of a convolution with output cotangents g [n, b, o, *] and inputs x [n, b, i, *]."""
-    if not g.shape[0]:
-        return g.new_zeros(0, *shape)
-    if grouped_kernel_is_fast(g, shape):
-        return as_groups(g, x, shape, geometry)
-    columns, cotangents = as_matrices(g, x, shape, geometry)
-    return torch.matmul(columns.transpose(-2, -1), cotangents).transpose(-2, -1).reshape(g.shape[0], *shape)
-
-
-def grouped_kernel_is_fast(g: torch.Tensor, shape: torch.Size) -> bool:
-    """On a CPU the kernel for float32 takes groups at nearly the price of one sum over all samples, if they have enough channels.
-
-    Measured (benchmarks/convolution.py): 1.1 to 1.9 times the summed gradient with 16 to 64 channels, where patches and a matrix
-    product take 2.4 to 3.4 times; with 1 or 3 input channels the other way round. Other devices and types have no such kernel.
-    """
-    return g.device.type == "cpu" and g.dtype == torch.float32 and min(shape[0], shape[1]) >= 8
-
-
-def as_groups(g: torch.Tensor, x: torch.Tensor, shape: torch.Size, geometry: Geometry) -> torch.Tensor:
-    """The samples as groups of one convolution, whose weight gradient then has a part for each."""
-    n = g.shape[0]
-    folded = [t.movedim(0, 1).flatten(1, 2) for t in (g, x)]  # [b, n * channels, *]
-    weight = torch.empty((), dtype=g.dtype, device=g.device).expand(n * shape[0], *shape[1:])  # asked for its shape alone
-    only = [False, True, False]
-    grouped = aten.convolution_backward.default(*folded, weight, [0], *geometry[:-1], geometry.groups * n, only)[1]
-    return grouped.reshape(n, *shape)
-
-
-def as_matrices(g: torch.Tensor, x: torch.Tensor, shape: torch.Size, geometry: Geometry) -> tuple[torch.Tensor, torch.Tensor]:
-    """A convolution's weight gradient as a matrix product over positions.
-
-    From g [n, b, o, *out] and x [n, b, i, *in] to (patches [n, groups, t, columns], rows [n, groups, t, r]) such that
-    rowsᵀ @ patches, per sample and group, is the weight's gradient; t runs over output positions and the inner batch b. A transposed
-    convolution is the adjoint of an ordinary one: input and cotangent change places.
-    """
-    if geometry.transposed:
-        g, x = x, g
-    kernel, positions = shape[2:], g.shape[3:]
-    n, b, groups = x.shape[0], x.shape[1], geometry.groups
-    patches = windows(x.flatten(0, 1), kernel, positions, geometry)  # [n * b, i, *kernel, *positions], nothing copied yet
-    # Written out with the positions last: whole rows of the input are copied at once.
-    patches = patches.reshape(n, b, groups, -1, positions.numel()).permute(0, 2, 3, 1, 4).reshape(n, groups, -1, b * positions.numel())
-    rows = g.reshape(n, b, groups, -1, positions.numel()).permute(0, 2, 3, 1, 4).reshape(n, groups, -1, b * positions.numel())
-    return patches.transpose(2, 3), rows.transpose(2, 3)
-
-
-def windows(x: torch.Tensor, kernel: torch.Size, positions: torch.Size, geometry: Geometry) -> torch.Tensor:
-    """[m, i, *kernel, *positions]: a view of the padded input x [m, i, *in] in which no patch is written out."""
-    spatial = len(kernel)
-    x = padded(x, kernel, positions, geometry)
-    for d in range(spatial):
-        dilation = geometry.dilation[d]
-        x = x.unfold(2 + d, (kernel[d] - 1) * dilation + 1, geometry.stride[d]).narrow(2 + d, 0, positions[d])
-        if dilation > 1:
-            x = x[..., ::dilation]
-    return x.permute(0, 1, *range(2 + spatial, 2 + 2 * spatial), *range(2, 2 + spatial))
-
-
-def padded(x: torch.Tensor, kernel: torch.Size, positions: torch.Size, geometry: Geometry) -> torch.Tensor:
-    """The input with zeros around it, as far as the windows reach: padding in front, behind as much as the last window needs."""
-    pad: list[int] = []
-    for d in reversed(range(len(kernel))):
-        reach = (positions[d] - 1) * geometry.stride[d] + (kernel[d] - 1) * geometry.dilation[d] + 1
-        pad += [geometry.padding[d], max(0, reach - geometry.padding[d] - x.shape[2 + d])]
-    return torch.constant_pad_nd(x, pad) if any(pad) else x
