@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.derivatives import DerivativeLevel
@@ -15,6 +15,7 @@ from psgrad.engine.transforms.interpreter import rules_only, state
 from psgrad.engine.transforms.kept import Kept
 from psgrad.engine.transforms.record import Node, pull_back
 from psgrad.engine.transforms.reverse import GradLevel, GradTracer
+from psgrad.engine.transforms.trees import Structure, flatten, map_leaves, unflatten
 from psgrad.errors import TransformArgumentError, TransformError
 
 Argnums = int | tuple[int, ...]
@@ -34,9 +35,11 @@ def grad(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) 
     Recording is switched off by `torch.no_grad()` inside `func` and not by one outside of it, as in torch.func.
     """
 
+    both = grad_and_value(func, argnums, has_aux)
+
     @functools.wraps(func)
     def gradient(*args: Any, **kwargs: Any) -> Any:
-        result, value = grad_and_value(func, argnums, has_aux)(*args, **kwargs)
+        result, value = both(*args, **kwargs)
         return (result, value[1]) if has_aux else result
 
     return gradient
@@ -52,7 +55,7 @@ def grad_and_value(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool
         for argument, new in record.written:
             argument.copy_(new)
         gradients = [_zeros_like(x) if g is None else g for g, x in zip(record.cotangents, record.primals, strict=True)]
-        trees = _unflatten(gradients, record.specs)
+        trees = _unflatten(gradients, record.structures)
         result = trees[0] if isinstance(argnums, int) else tuple(trees)
         return (result, (record.value, record.aux)) if has_aux else (result, record.value)
 
@@ -64,7 +67,7 @@ class Gradients(NamedTuple):
 
     cotangents: list[torch.Tensor | None]  # one a leaf of the differentiated arguments; None is zero
     primals: list[torch.Tensor]
-    specs: list[Any]  # one a differentiated argument
+    structures: list[Structure]  # one a differentiated argument
     value: Any
     aux: Any
     written: list[tuple[torch.Tensor, torch.Tensor]]  # arguments into which the function wrote (statistics), and what
@@ -82,15 +85,15 @@ def cotangents_and_value(
     level = GradLevel()
     with level.body(grad_mode=True):
         constants: list[tuple[torch.Tensor, GradTracer]] = []
-        traced, leaves, specs = _trace_arguments(level, args, positions, constants)
+        traced, leaves, structures = _trace_arguments(level, args, positions, constants)
         starts = [_Place.of(leaf) for leaf in leaves]
         primals = [leaf.value for leaf in leaves]
-        by_name = tree_map(functools.partial(_constant, level, constants), kwargs)
+        by_name = map_leaves(functools.partial(_constant, level, constants), kwargs)
         out, aux = split_aux(func(*traced, **by_name), has_aux)
         _check_value(out)
         value = lower(level, out)
         end = _Place.of(out) if level.owns(out) else None
-        aux = tree_map(lambda x: lower(level, x), aux) if has_aux else None
+        aux = map_leaves(lambda x: lower(level, x), aux) if has_aux else None
         # the record may need what stood there before: not written until it has been gone back
         written = [(x, lower(level, tracer)) for x, tracer in constants if tracer.writes and tracer.shape == x.shape]
         # what only the function's last lines needed must not live on through the pass back
@@ -98,7 +101,7 @@ def cotangents_and_value(
     with rules_only():  # a number of ours, into which nobody writes
         seeds = [(end, torch.ones((), dtype=value.dtype, device=value.device))] if end is not None else []
     cotangents = pull_back(seeds, [start.node for start in starts], keep=False, attached=level.attached, consume=consume)
-    return Gradients(cotangents, primals, specs, value, aux, written)
+    return Gradients(cotangents, primals, structures, value, aux, written)
 
 
 def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
@@ -111,7 +114,7 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     kept = Kept()
     level = GradLevel(kept)
     with level.body(grad_mode=True):
-        traced, leaves, specs = _trace_arguments(level, primals, tuple(range(len(primals))), [])
+        traced, leaves, structures = _trace_arguments(level, primals, tuple(range(len(primals))), [])
         starts = [_Place.of(leaf) for leaf in leaves]
         primals_flat = [leaf.value for leaf in leaves]
         out, aux = split_aux(func(*traced), has_aux)
@@ -125,7 +128,7 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
                 )
         values = [lower(level, item) for item in flat]
         ends = [_Place.of(item) if level.owns(item) else _Place(None, 0) for item in flat]
-        aux = tree_map(lambda x: lower(level, x), aux)
+        aux = map_leaves(lambda x: lower(level, x), aux)
         kept.see(x for x in (*values, *tree_flatten(aux)[0]) if isinstance(x, torch.Tensor))
 
     def vjp_fn(cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None) -> Any:
@@ -143,7 +146,7 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
         with torch.set_grad_enabled(torch.is_grad_enabled() if create_graph is None else create_graph):
             found = pull_back(list(zip(ends, given, strict=True)), [start.node for start in starts], keep=True, attached=level.attached)
         gradients = [_zeros_like(x) if g is None else g for g, x in zip(found, primals_flat, strict=True)]
-        return tuple(_unflatten(gradients, specs))
+        return tuple(_unflatten(gradients, structures))
 
     value = tree_unflatten(values, out_spec)
     return (value, vjp_fn, aux) if has_aux else (value, vjp_fn)
@@ -164,12 +167,12 @@ class _Place(NamedTuple):
         return cls(tracer.node, tracer.output)
 
 
-def _unflatten(leaves: list[Any], specs: list[Any]) -> list[Any]:
-    """Leaves, in order, as one pytree a spec."""
+def _unflatten(leaves: list[Any], structures: list[Structure]) -> list[Any]:
+    """Leaves, in order, as one tree a structure."""
     trees, used = [], 0
-    for spec in specs:
-        trees.append(tree_unflatten(leaves[used : used + spec.num_leaves], spec))
-        used += spec.num_leaves
+    for structure in structures:
+        trees.append(unflatten(leaves[used : used + structure.leaves], structure))
+        used += structure.leaves
     return trees
 
 
@@ -192,18 +195,16 @@ def positions_of(argnums: Argnums, count: int) -> tuple[int, ...]:
 
 def _trace_arguments(
     level: GradLevel, args: tuple[Any, ...], positions: tuple[int, ...], constants: list[tuple[torch.Tensor, GradTracer]]
-) -> tuple[list[Any], list[GradTracer], list[Any]]:
+) -> tuple[list[Any], list[GradTracer], list[Structure]]:
     """The arguments as tracers: leaves at `positions`, in their order, constants elsewhere, which are noted in `constants`, too."""
     leaves: dict[int, list[GradTracer]] = {}
-    specs: dict[int, Any] = {}
+    structures: dict[int, Structure] = {}
     traced: list[Any] = []
     for position, argument in enumerate(args):
         if position not in positions:
-            alone = isinstance(argument, torch.Tensor)  # most are, and trees cost microseconds
-            constant = functools.partial(_constant, level, constants)
-            traced.append(constant(argument) if alone else tree_map(constant, argument))
+            traced.append(map_leaves(functools.partial(_constant, level, constants), argument))
             continue
-        flat, specs[position] = tree_flatten(argument)
+        flat, structures[position] = flatten(argument)
         for item in flat:
             if not isinstance(item, torch.Tensor):
                 raise TransformArgumentError(f"Thing passed to transform API must be Tensor, got {type(item)} in argument {position}")
@@ -213,8 +214,8 @@ def _trace_arguments(
                     next_step="leave integer arguments out of argnums",
                 )
         leaves[position] = [level.leaf(item) for item in flat]
-        traced.append(tree_unflatten(leaves[position], specs[position]))
-    return traced, [leaf for position in positions for leaf in leaves[position]], [specs[position] for position in positions]
+        traced.append(unflatten(leaves[position], structures[position]))
+    return traced, [leaf for position in positions for leaf in leaves[position]], [structures[position] for position in positions]
 
 
 def _constant(level: GradLevel, constants: list[tuple[torch.Tensor, GradTracer]], value: Any) -> Any:

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import _broadcast_to_and_flatten, tree_flatten, tree_unflatten
+from torch.utils._pytree import _broadcast_to_and_flatten, tree_flatten
 
 from psgrad.engine.transforms import generators
 from psgrad.engine.transforms.batching import RANDOMNESS, BatchLevel
 from psgrad.engine.transforms.branching import Divergence, WriteWatch
+from psgrad.engine.transforms.trees import Structure, flatten, unflatten
 from psgrad.errors import TransformArgumentError, TransformError
 
 InDims = int | None | tuple[Any, ...]
@@ -48,10 +49,10 @@ def vmap(
     name = getattr(func, "__name__", repr(func))
 
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        flat, spec = tree_flatten(args)
-        dims = flat_in_dims(in_dims, args, flat, spec, name)
+        flat, structure = flatten(args)
+        dims = flat_in_dims(in_dims, args, flat, name)
         size = mapped_size(flat, dims, name)
-        job = _Job(func, spec, dims, out_dims, randomness, kwargs, name, axis_name)
+        job = _Job(func, structure, dims, out_dims, randomness, kwargs, name, axis_name)
         if chunk_size is None or size <= chunk_size:
             return job.run(flat, size)
         job.need_no_axis("in chunks")
@@ -66,7 +67,7 @@ class _Job:
     """One call of a mapped function, on all samples or on some."""
 
     func: Callable[..., Any]
-    spec: Any
+    structure: Structure
     dims: list[int | None]
     out_dims: Any
     randomness: str
@@ -91,7 +92,7 @@ class _Job:
         try:
             with level.body():
                 traced = [x if d is None else level.lift(x) for x, d in zip(in_front, self.dims, strict=True)]
-                out = self.func(*tree_unflatten(traced, self.spec), **self.kwargs)
+                out = self.func(*unflatten(traced, self.structure), **self.kwargs)
         except Divergence as divergence:
             if divergence.level is not level:
                 raise
@@ -99,10 +100,10 @@ class _Job:
             if before is not None:
                 generators.restore(before)
             return self._run_groups(flat, divergence, watch)
-        flat_out, out_spec = tree_flatten(out)
-        places = _broadcast_prefix(self.out_dims, out, out_spec, self.name)
+        flat_out, structure = flatten(out)
+        places = _broadcast_prefix(self.out_dims, out, len(flat_out), self.name)
         physical = [_leave(level, x, d, self.name) for x, d in zip(flat_out, places, strict=True)]
-        return tree_unflatten(physical, out_spec)
+        return unflatten(physical, structure)
 
     def run_parts(self, parts: list[list[Any]], order: torch.Tensor | None = None) -> Any:
         """The outputs for some samples after another, joined; then put in another order, if given."""
@@ -126,18 +127,18 @@ class _Job:
         return self.run_parts(parts, torch.cat(groups).argsort())
 
     def _joined(self, parts: list[Any], order: torch.Tensor | None) -> Any:
-        flats, spec = [tree_flatten(part)[0] for part in parts], tree_flatten(parts[0])[1]
-        if any(tree_flatten(part)[1] != spec for part in parts):
+        flats, structures = zip(*[flatten(part) for part in parts], strict=True)
+        if any(structure != structures[0] for structure in structures):
             raise TransformError(
                 f"vmap({self.name}, ...): `{self.name}` returns results of several structures",
                 cause="samples take different branches, and the branches return different things",
             )
-        places = _broadcast_prefix(self.out_dims, parts[0], spec, self.name)
+        places = _broadcast_prefix(self.out_dims, parts[0], len(flats[0]), self.name)
         joined = [
             self._one_of(items) if d is None else self._cat(items, d, order)
             for items, d in zip(zip(*flats, strict=True), places, strict=True)
         ]
-        return tree_unflatten(joined, spec)
+        return unflatten(joined, structures[0])
 
     def _cat(self, items: tuple[torch.Tensor, ...], dim: int, order: torch.Tensor | None) -> torch.Tensor:
         dim = dim % items[0].dim()
@@ -180,7 +181,7 @@ def _leave(level: BatchLevel, value: Any, dim: int | None, name: str) -> Any:
     return physical.movedim(0, dim) if dim else physical
 
 
-def flat_in_dims(in_dims: Any, args: tuple[Any, ...], flat: list[Any], spec: Any, name: str) -> list[int | None]:
+def flat_in_dims(in_dims: Any, args: tuple[Any, ...], flat: list[Any], name: str) -> list[int | None]:
     if not isinstance(in_dims, (int, tuple)) or isinstance(in_dims, bool):
         raise TransformArgumentError(
             f"vmap({name}, in_dims={in_dims}, ...)(<inputs>): expected `in_dims` to be int or a (potentially nested) tuple "
@@ -195,7 +196,7 @@ def flat_in_dims(in_dims: Any, args: tuple[Any, ...], flat: list[Any], spec: Any
     if dims is None:
         raise TransformArgumentError(
             f"vmap({name}, in_dims={in_dims}, ...)(<inputs>): in_dims is not compatible with the structure of inputs. "
-            f"in_dims has structure {tree_flatten(in_dims)[1]} but inputs has structure {spec}."
+            f"in_dims has structure {tree_flatten(in_dims)[1]} but inputs has structure {tree_flatten(args)[1]}."
         )
     wrapped: list[int | None] = []
     for x, d in zip(flat, dims, strict=True):
@@ -236,7 +237,7 @@ def mapped_size(flat: list[Any], dims: list[int | None], name: str) -> int:
 def _prefix_leaves(prefix: Any, tree: Any) -> list[Any] | None:
     """The leaves of `prefix`, repeated for the leaves of `tree` that each stands over; None where the two do not fit."""
     if prefix is None or isinstance(prefix, int):
-        return [prefix] * (1 if isinstance(tree, torch.Tensor) else len(tree_flatten(tree)[0]))
+        return [prefix] * (1 if isinstance(tree, torch.Tensor) else len(flatten(tree)[0]))
     if isinstance(prefix, (tuple, list)):
         if not isinstance(tree, (tuple, list)) or len(prefix) != len(tree):
             return None
@@ -258,15 +259,15 @@ def _prefix_leaves(prefix: Any, tree: Any) -> list[Any] | None:
     return leaves
 
 
-def _broadcast_prefix(out_dims: Any, out: Any, spec: Any, name: str) -> list[Any]:
+def _broadcast_prefix(out_dims: Any, out: Any, count: int, name: str) -> list[Any]:
     if isinstance(out, torch.Tensor) and isinstance(out_dims, tuple) and len(out_dims) == 1:
         out_dims = out_dims[0]
     if isinstance(out_dims, list):
         out_dims = tuple(out_dims)
-    dims = [out_dims] * spec.num_leaves if isinstance(out_dims, int) else _prefix_leaves(out_dims, out)
-    if dims is None or len(dims) != spec.num_leaves:
+    dims = [out_dims] * count if isinstance(out_dims, int) else _prefix_leaves(out_dims, out)
+    if dims is None or len(dims) != count:
         raise TransformArgumentError(
             f"vmap({name}, ..., out_dims={out_dims})(<inputs>): out_dims is not compatible with the structure of outputs. "
-            f"out_dims has structure {tree_flatten(out_dims)[1]} but outputs has structure {spec}."
+            f"out_dims has structure {tree_flatten(out_dims)[1]} but outputs has structure {tree_flatten(out)[1]}."
         )
     return dims
