@@ -96,10 +96,26 @@ def _merged(dicts: Any) -> dict[str, torch.Tensor]:
 
 
 def _own_names(module: nn.Module) -> dict[str, torch.Tensor]:
+    """All names of its parameters and buffers. Modules that name them in a way of their own are asked."""
+    if type(module).named_parameters is nn.Module.named_parameters and type(module).named_buffers is nn.Module.named_buffers:
+        names: dict[str, torch.Tensor] = {}
+        _add_names(module, "", names)
+        return names
     return {
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),
     }
+
+
+def _add_names(module: nn.Module, prefix: str, names: dict[str, torch.Tensor]) -> None:
+    """As nn.Module names them, in one walk and without its generators: this is done at each call."""
+    for store in (module._parameters, module._buffers):
+        for key, tensor in store.items():
+            if tensor is not None:
+                names[prefix + key] = tensor
+    for key, part in module._modules.items():
+        if part is not None:
+            _add_names(part, f"{prefix}{key}.", names)
 
 
 def _tied(names: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -130,13 +146,16 @@ class Slot(NamedTuple):
 def slots_of(module: nn.Module, names: Iterable[str]) -> list[Slot]:
     """Where the module keeps the parameters and buffers of these names."""
     slots = []
+    owners: dict[str, nn.Module] = {}
     for name in names:
         path, _, key = name.rpartition(".")
-        try:
-            owner = module.get_submodule(path)
-        except AttributeError as error:
-            raise TransformError(f"functional_call: the module has no part named {path!r} (for {name!r})") from error
-        store = next((s for s in (owner._parameters, owner._buffers) if key in s), None)
+        owner = owners.get(path)
+        if owner is None:
+            try:
+                owner = owners[path] = module.get_submodule(path)
+            except AttributeError as error:
+                raise TransformError(f"functional_call: the module has no part named {path!r} (for {name!r})") from error
+        store: dict[str, Any] | None = owner._parameters if key in owner._parameters else owner._buffers if key in owner._buffers else None
         if store is None and isinstance(owner.__dict__.get(key), torch.Tensor):
             store = owner.__dict__  # one that was never registered
         if store is None:
