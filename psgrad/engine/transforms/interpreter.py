@@ -318,6 +318,14 @@ def interpret(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], below: Leve
     return handed_on(top_level(args, kwargs), op, args, kwargs, below)
 
 
+def run(op: Op, *args: Any, **kwargs: Any) -> Any:
+    """`op(*args, **kwargs)`, for rules: tracers are handed to their level at once, where nobody listens on the way through PyTorch."""
+    if torch._C._len_torch_dispatch_stack() or torch._C._is_any_autocast_enabled():
+        return op(*args, **kwargs)
+    level = top_level(args, kwargs)
+    return op(*args, **kwargs) if level is None else handed_on(level, op, args, kwargs)
+
+
 def handed_on(level: Level | None, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], below: Level | None = None) -> Any:
     """`interpret` for arguments whose highest level is known."""
     if state.attached:

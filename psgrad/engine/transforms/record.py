@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.transforms.interpreter import below_autograd, recorded_outside, rules_only, state
+from psgrad.engine.transforms.interpreter import below_autograd, recorded_outside, rules_only, run, state
 from psgrad.engine.transforms.operators import aten
 
 _sequence = itertools.count()
@@ -77,7 +77,7 @@ def pull_back(
             slots = pending[node] = [None] * (node.outputs or 1)
             heapq.heappush(heap, node)
         known = slots[output]
-        slots[output] = cotangent if known is None else aten.add.Tensor(known, cotangent)
+        slots[output] = cotangent if known is None else run(aten.add.Tensor, known, cotangent)
 
     def settle(node: Node) -> None:
         if node in uses:

@@ -9,6 +9,7 @@ import torch
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.torch_version import TorchVersion
 
+from psgrad.engine.transforms.interpreter import run
 from psgrad.engine.transforms.rules.families import aten, broadcasting, cast, elementwise, elementwise_batch, sum_to
 from psgrad.engine.transforms.rules.registry import constant, define
 
@@ -79,7 +80,7 @@ elementwise(aten.where.self, x1=lambda out, c, x, y: lambda g: _where0(c, g), x2
 elementwise(aten.clamp.default, x0=lambda out, x, low=None, high=None: lambda g: _where0(_inside(x, low, high), g))
 elementwise(aten.clamp_min.default, x0=lambda out, x, low: lambda g: _where0(_inside(x, low, None), g))
 elementwise(aten.clamp_max.default, x0=lambda out, x, high: lambda g: _where0(_inside(x, None, high), g))
-elementwise(aten.hardtanh.default, x0=lambda out, x, low=-1, high=1: lambda g: aten.hardtanh_backward(g, x, low, high))
+elementwise(aten.hardtanh.default, x0=lambda out, x, low=-1, high=1: lambda g: run(aten.hardtanh_backward.default, g, x, low, high))
 elementwise(aten.masked_fill.Scalar, x0=lambda out, x, mask, value: lambda g: aten.masked_fill.Scalar(g, mask, 0))
 elementwise(
     aten.copysign.Tensor,
@@ -249,15 +250,15 @@ elementwise(aten.cosh.default, x0=lambda out, x: lambda g: g * conj(torch.sinh(x
 elementwise(aten.asinh.default, x0=lambda out, x: lambda g: g * conj(torch.rsqrt(x * x + 1)))
 elementwise(aten.acosh.default, x0=lambda out, x: lambda g: g * conj(torch.rsqrt(x - 1) * torch.rsqrt(x + 1)))
 elementwise(aten.atanh.default, x0=lambda out, x: lambda g: g / conj(1 - x * x))
-elementwise(aten.tanh.default, x0=lambda out, x: lambda g: aten.tanh_backward(g, out))
-elementwise(aten.sigmoid.default, x0=lambda out, x: lambda g: aten.sigmoid_backward(g, out))
+elementwise(aten.tanh.default, x0=lambda out, x: lambda g: run(aten.tanh_backward.default, g, out))
+elementwise(aten.sigmoid.default, x0=lambda out, x: lambda g: run(aten.sigmoid_backward.default, g, out))
 elementwise(aten.erf.default, x0=lambda out, x: lambda g: g * (2 / math.sqrt(math.pi)) * torch.exp(-x * x))
 elementwise(aten.erfc.default, x0=lambda out, x: lambda g: g * (-2 / math.sqrt(math.pi)) * torch.exp(-x * x))
 elementwise(aten.erfinv.default, x0=lambda out, x: lambda g: g * (math.sqrt(math.pi) / 2) * torch.exp(out * out))
 elementwise(aten.lgamma.default, x0=lambda out, x: lambda g: g * torch.digamma(x))
 elementwise(aten.digamma.default, x0=lambda out, x: lambda g: g * torch.polygamma(1, x))
 elementwise(aten.polygamma.default, x1=lambda out, n, x: lambda g: g * torch.polygamma(n + 1, x))
-elementwise(aten.logit.default, x0=lambda out, x, eps=None: lambda g: aten.logit_backward(g, x, eps))
+elementwise(aten.logit.default, x0=lambda out, x, eps=None: lambda g: run(aten.logit_backward.default, g, x, eps))
 elementwise(aten.sinc.default, x0=lambda out, x: lambda g: g * conj(_dsinc(x, out)))
 elementwise(aten._conj.default, x0=lambda out, x: lambda g: g.conj())
 elementwise(aten._conj_physical.default, x0=lambda out, x: lambda g: g.conj())
@@ -270,22 +271,26 @@ def _dsinc(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 # -- activations ------------------------------------------------------------------------------------------------------------------
 
-elementwise(aten.relu.default, x0=lambda out, x: lambda g: aten.threshold_backward(g, out, 0))
-elementwise(aten.threshold.default, x0=lambda out, x, threshold, value: lambda g: aten.threshold_backward(g, x, threshold))
-elementwise(aten.relu6.default, x0=lambda out, x: lambda g: aten.hardtanh_backward(g, x, 0, 6))
-elementwise(aten.gelu.default, x0=lambda out, x, approximate="none": lambda g: aten.gelu_backward(g, x, approximate=approximate))
-elementwise(aten.silu.default, x0=lambda out, x: lambda g: aten.silu_backward(g, x))
-elementwise(aten.mish.default, x0=lambda out, x: lambda g: aten.mish_backward(g, x))
-elementwise(aten.hardswish.default, x0=lambda out, x: lambda g: aten.hardswish_backward(g, x))
-elementwise(aten.hardsigmoid.default, x0=lambda out, x: lambda g: aten.hardsigmoid_backward(g, x))
+elementwise(aten.relu.default, x0=lambda out, x: lambda g: run(aten.threshold_backward.default, g, out, 0))
+elementwise(aten.threshold.default, x0=lambda out, x, threshold, value: lambda g: run(aten.threshold_backward.default, g, x, threshold))
+elementwise(aten.relu6.default, x0=lambda out, x: lambda g: run(aten.hardtanh_backward.default, g, x, 0, 6))
+elementwise(
+    aten.gelu.default, x0=lambda out, x, approximate="none": lambda g: run(aten.gelu_backward.default, g, x, approximate=approximate)
+)
+elementwise(aten.silu.default, x0=lambda out, x: lambda g: run(aten.silu_backward.default, g, x))
+elementwise(aten.mish.default, x0=lambda out, x: lambda g: run(aten.mish_backward.default, g, x))
+elementwise(aten.hardswish.default, x0=lambda out, x: lambda g: run(aten.hardswish_backward.default, g, x))
+elementwise(aten.hardsigmoid.default, x0=lambda out, x: lambda g: run(aten.hardsigmoid_backward.default, g, x))
 elementwise(
     aten.elu.default,
-    x0=lambda out, x, alpha=1, scale=1, input_scale=1: lambda g: aten.elu_backward(g, alpha, scale, input_scale, False, x),
+    x0=lambda out, x, alpha=1, scale=1, input_scale=1: lambda g: run(aten.elu_backward.default, g, alpha, scale, input_scale, False, x),
 )
-elementwise(aten.leaky_relu.default, x0=lambda out, x, slope=0.01: lambda g: aten.leaky_relu_backward(g, x, slope, False))
-elementwise(aten.softplus.default, x0=lambda out, x, beta=1, threshold=20: lambda g: aten.softplus_backward(g, x, beta, threshold))
-elementwise(aten.softshrink.default, x0=lambda out, x, lambd=0.5: lambda g: aten.softshrink_backward(g, x, lambd))
-elementwise(aten.hardshrink.default, x0=lambda out, x, lambd=0.5: lambda g: aten.hardshrink_backward(g, x, lambd))
+elementwise(aten.leaky_relu.default, x0=lambda out, x, slope=0.01: lambda g: run(aten.leaky_relu_backward.default, g, x, slope, False))
+elementwise(
+    aten.softplus.default, x0=lambda out, x, beta=1, threshold=20: lambda g: run(aten.softplus_backward.default, g, x, beta, threshold)
+)
+elementwise(aten.softshrink.default, x0=lambda out, x, lambd=0.5: lambda g: run(aten.softshrink_backward.default, g, x, lambd))
+elementwise(aten.hardshrink.default, x0=lambda out, x, lambd=0.5: lambda g: run(aten.hardshrink_backward.default, g, x, lambd))
 elementwise(
     aten._prelu_kernel.default,
     x0=lambda out, x, weight: lambda g: torch.where(x > 0, g, weight * g),

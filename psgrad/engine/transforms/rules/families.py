@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from psgrad.engine.transforms.interpreter import run
 from psgrad.engine.transforms.operators import aten as aten
 from psgrad.engine.transforms.rules.registry import Maker, Op, Push, define
 
@@ -19,9 +20,9 @@ def sum_to(g: Any, shape: torch.Size, dtype: torch.dtype) -> Any:
         extra = g.dim() - len(shape)
         axes = list(range(extra)) + [i + extra for i, size in enumerate(shape) if size == 1 and g.shape[i + extra] != 1]
         if axes:
-            g = aten.sum.dim_IntList(g, axes, False) if extra == len(axes) else aten.sum.dim_IntList(g, axes, True)
+            g = run(aten.sum.dim_IntList, g, axes, extra != len(axes))
         if g.shape != shape:
-            g = g.reshape(shape)
+            g = run(aten.reshape.default, g, shape)
     return g if g.dtype == dtype else cast(g, dtype)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from psgrad.engine.transforms.interpreter import run
 from psgrad.engine.transforms.rules.families import aten, wrap_dim
 from psgrad.engine.transforms.rules.registry import Op, define, replace
 from psgrad.engine.transforms.rules.special import no_derivative
@@ -30,7 +31,7 @@ for _forward, _backward in (
 ):
     define(
         _forward,
-        vjp={0: lambda out, x, dim, half_to_float, backward=_backward: lambda g, dtype=x.dtype: backward(g, out, dim, dtype)},
+        vjp={0: lambda out, x, dim, half_to_float, backward=_backward: lambda g, dtype=x.dtype: run(backward, g, out, dim, dtype)},
         batch=_softmax_batch,
     )
     define(_backward, batch=_softmax_backward_batch)
@@ -72,7 +73,7 @@ def _cross_entropy_loss(
         return aten.cross_entropy_loss.default.decompose(x, target, weight, reduction, ignore_index, label_smoothing)
     axis = 0 if x.dim() == 1 else 1
     nll = aten.nll_loss2d_forward.default if x.dim() == 4 else aten.nll_loss_forward.default
-    return nll(torch.log_softmax(x, axis), target, weight, reduction, ignore_index)[0]
+    return run(nll, run(aten._log_softmax.default, x, axis, False), target, weight, reduction, ignore_index)[0]
 
 
 class _Labels:
@@ -111,6 +112,8 @@ def _nll_loss_backward(
 
 
 def _nll_batch(batch: Any, op: Op, x: torch.Tensor, target: torch.Tensor, weight: Any, reduction: int, ignore_index: int) -> Any:
+    if x.dim() < 3 and weight is None:
+        return _nll_by_kernel(batch, x, target, reduction, ignore_index)
     values, labels = _physical_labels(batch, x, target, weight, ignore_index)
     losses = labels.losses(values)
     positions = list(range(1, losses.dim()))
@@ -121,15 +124,44 @@ def _nll_batch(batch: Any, op: Op, x: torch.Tensor, target: torch.Tensor, weight
     return (summed / total if reduction == 1 else summed), total
 
 
+def _nll_by_kernel(batch: Any, x: torch.Tensor, target: torch.Tensor, reduction: int, ignore_index: int) -> Any:
+    """All positions of all samples as one batch of PyTorch's own kernel, which is told not to add them up."""
+    values, labels = batch.physical(x), batch.physical(target)
+    losses = aten.nll_loss_forward.default(values.reshape(-1, values.shape[-1]), labels.reshape(-1), None, 0, ignore_index)[0]
+    if reduction == 0:
+        return losses.reshape(labels.shape), values.new_zeros(labels.shape[0])
+    total = (labels != ignore_index).to(values.dtype)
+    if labels.dim() > 1:
+        losses, total = losses.reshape(labels.shape).sum(1), total.sum(1)
+    return (losses / total if reduction == 1 else losses), total
+
+
 def _nll_backward_batch(
     batch: Any, op: Op, g: torch.Tensor, x: torch.Tensor, target: torch.Tensor, weight: Any, reduction: int, ignore_index: int, total: Any
 ) -> torch.Tensor:
+    if x.dim() < 3 and weight is None:
+        return _nll_backward_by_kernel(batch, g, x, target, reduction, ignore_index, total)
     values, labels = _physical_labels(batch, x, target, weight, ignore_index)
     cotangents = batch.aligned(g, labels.weights.dim() - 1)
     each = -cotangents * labels.weights
     if reduction == 1:
         each = each / batch.aligned(total, labels.weights.dim() - 1)
     return torch.zeros_like(values).scatter(labels.axis, labels.labels, labels.counted_only(each).unsqueeze(labels.axis))
+
+
+def _nll_backward_by_kernel(
+    batch: Any, g: torch.Tensor, x: torch.Tensor, target: torch.Tensor, reduction: int, ignore_index: int, total: Any
+) -> torch.Tensor:
+    values, labels = batch.physical(x), batch.physical(target)
+    each = batch.physical(g)
+    if reduction == 1:
+        each = each / batch.physical(total)
+    if each.dim() < labels.dim():
+        each = each.unsqueeze(1).expand(labels.shape)
+    flat = values.reshape(-1, values.shape[-1])
+    nothing = flat.new_zeros(())  # the weight of all labels, which is asked for only where the mean is taken
+    found = aten.nll_loss_backward.default(each.reshape(-1), flat, labels.reshape(-1), None, 0, ignore_index, nothing)
+    return found.reshape(values.shape)
 
 
 def _physical_labels(batch: Any, x: torch.Tensor, target: torch.Tensor, weight: Any, ignore_index: int) -> tuple[torch.Tensor, _Labels]:
@@ -145,7 +177,7 @@ for _forward, _backward in (
         _forward,
         vjp={
             0: lambda out, x, target, weight, reduction, ignore_index, backward=_backward: (
-                lambda gs: backward(gs[0], x, target, weight, reduction, ignore_index, out[1]) if gs[0] is not None else None
+                lambda gs: run(backward, gs[0], x, target, weight, reduction, ignore_index, out[1]) if gs[0] is not None else None
             ),
             2: no_derivative("aten::nll_loss", "weight"),
         },

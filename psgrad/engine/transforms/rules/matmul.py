@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from psgrad.engine.transforms.interpreter import run
 from psgrad.engine.transforms.rules.elementwise import conj
 from psgrad.engine.transforms.rules.families import aten, sum_to
 from psgrad.engine.transforms.rules.registry import Op, define, replace
@@ -16,25 +17,25 @@ from psgrad.engine.transforms.rules.registry import Op, define, replace
 def rows(x: torch.Tensor) -> torch.Tensor:
     """[positions, features]: all leading axes as one."""
     if x.dim() == 1:
-        return x.unsqueeze(0)
-    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        return run(aten.unsqueeze.default, x, 0)
+    return x if x.dim() == 2 else run(aten.reshape.default, x, [math.prod(x.shape[:-1]), x.shape[-1]])
 
 
 def columns(x: torch.Tensor) -> torch.Tensor:
     """[features, positions]: the transpose of `rows`."""
-    return x.unsqueeze(1) if x.dim() == 1 else rows(x).t()
+    return run(aten.unsqueeze.default, x, 1) if x.dim() == 1 else run(aten.t.default, rows(x))
 
 
 def h(x: torch.Tensor) -> torch.Tensor:
     """The conjugate transpose of the last two axes."""
-    return conj(x.transpose(-2, -1))
+    return conj(run(aten.transpose.int, x, -2, -1))
 
 
 # -- x @ weightᵀ + bias, whole: one rule for vectors, rows, and rows of rows ----------------------------------------------------
 
 
 def _linear_weight(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda g: aten.mm.default(columns(g), conj(rows(x)))
+    return lambda g: run(aten.mm.default, columns(g), conj(rows(x)))
 
 
 def _linear_bias(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -57,7 +58,7 @@ def _linear_batch(batch: Any, op: Op, x: torch.Tensor, weight: torch.Tensor, bia
 
 define(
     aten.linear.default,
-    vjp={0: lambda out, x, weight, bias=None: lambda g: aten.matmul.default(g, conj(weight)), 1: _linear_weight, 2: _linear_bias},
+    vjp={0: lambda out, x, weight, bias=None: lambda g: run(aten.matmul.default, g, conj(weight)), 1: _linear_weight, 2: _linear_bias},
     batch=_linear_batch,
     instead=lambda level, args, kwargs: _linear_of_vector_weight(*args, **kwargs),
 )
@@ -75,13 +76,13 @@ def _linear_of_vector_weight(x: torch.Tensor, weight: torch.Tensor, bias: Any = 
 
 define(
     aten.mm.default,
-    vjp={0: lambda out, a, b: lambda g: aten.mm.default(g, h(b)), 1: lambda out, a, b: lambda g: aten.mm.default(h(a), g)},
+    vjp={0: lambda out, a, b: lambda g: run(aten.mm.default, g, h(b)), 1: lambda out, a, b: lambda g: run(aten.mm.default, h(a), g)},
     linear=(0, 1),
     batch=lambda batch, op, a, b: _matmul_batch(batch, aten.matmul.default, a, b),
 )
 define(
     aten.bmm.default,
-    vjp={0: lambda out, a, b: lambda g: aten.bmm.default(g, h(b)), 1: lambda out, a, b: lambda g: aten.bmm.default(h(a), g)},
+    vjp={0: lambda out, a, b: lambda g: run(aten.bmm.default, g, h(b)), 1: lambda out, a, b: lambda g: run(aten.bmm.default, h(a), g)},
     linear=(0, 1),
     batch=lambda batch, op, a, b: batch.unfold(op(batch.fold(a), batch.fold(b))),
 )
@@ -148,14 +149,14 @@ def _matmul_left(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Callabl
         return lambda g: aten.mm.default(
             rows(g.transpose(-2, -1)).t(), conj(rows(b.transpose(-2, -1).expand(*g.shape[:-2], *b.shape[:-3:-1])))
         )
-    return lambda g: sum_to(aten.matmul.default(g, h(b)), shape, dtype)
+    return lambda g: sum_to(run(aten.matmul.default, g, h(b)), shape, dtype)
 
 
 def _matmul_right(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     shape, dtype, matrix = b.shape, b.dtype, b.dim() == 2
     if matrix:
-        return lambda g: aten.mm.default(h(rows(a)), rows(g))
-    return lambda g: sum_to(aten.matmul.default(h(a), g), shape, dtype)
+        return lambda g: run(aten.mm.default, h(rows(a)), rows(g))
+    return lambda g: sum_to(run(aten.matmul.default, h(a), g), shape, dtype)
 
 
 def _vector_matmul(level: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from psgrad.engine.transforms.interpreter import run
 from psgrad.engine.transforms.rules.complex import write_part
 from psgrad.engine.transforms.rules.families import aten, leading, shifted, sum_to, wrap_dim
 from psgrad.engine.transforms.rules.registry import Op, define
@@ -16,7 +17,7 @@ from psgrad.engine.transforms.rules.registry import Op, define
 
 def _back_to_shape(out: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     shape = x.shape
-    return lambda g: g.reshape(shape)
+    return lambda g: run(aten.reshape.default, g, shape)
 
 
 def _view_batch(batch: Any, op: Op, x: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
@@ -36,6 +37,8 @@ def _along_shape(out: torch.Tensor, *args: Any) -> Callable[[torch.Tensor], torc
 
 
 define(aten.view.default, vjp={0: _back_to_shape}, jvp={0: _along_shape}, batch=_view_batch)
+# Where derivatives are followed it is taken apart, which says whether it is a view; with the sample axis in front it is one where it was.
+define(aten.reshape.default, batch=_view_batch)
 # Of a value that nobody else holds: a sample axis may have led the kernel that made it to a layout without a view.
 define(
     aten._unsafe_view.default,
@@ -111,13 +114,13 @@ define(
 
 define(
     aten.t.default,
-    vjp={0: lambda out, x: lambda g: aten.t.default(g)},
+    vjp={0: lambda out, x: lambda g: run(aten.t.default, g)},
     linear=(0,),
     batch=lambda batch, op, x: batch.physical(x).transpose(1, 2) if x.dim() == 2 else batch.physical(x),
 )
 define(
     aten.transpose.int,
-    vjp={0: lambda out, x, d0, d1: lambda g: aten.transpose.int(g, d0, d1)},
+    vjp={0: lambda out, x, d0, d1: lambda g: run(aten.transpose.int, g, d0, d1)},
     linear=(0,),
     batch=lambda batch, op, x, d0, d1: (
         op(batch.physical(x), wrap_dim(d0, x.dim()) + 1, wrap_dim(d1, x.dim()) + 1) if x.dim() else batch.physical(x)
