@@ -1,19 +1,21 @@
 """A dataset of any size, chunk by chunk: each chunk's deferred gradients go to the measures, and their columns come out.
 
-The numbers do not depend on the chunk size. When memory runs out, the chunk that failed is halved and tried again; chunks that
-are done stay done.
+The numbers do not depend on the chunk size. When memory runs out, the rows that failed are halved and tried again; rows that are
+done stay done, and the next chunk is as large as before, unless it fails as well. The next chunk is read while one is computed.
 """
 
 from __future__ import annotations
 
 import gc
-import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
 
+from psgrad.engine.gradients.loading import Batch, Chunk, Loader, Placed, Read, placed
+from psgrad.engine.gradients.memory import chunk_budget, is_out_of_memory
 from psgrad.engine.gradients.per_sample import per_sample_gradients, per_sample_square_norms
 from psgrad.engine.gradients.queries import PerSampleGradients
 from psgrad.engine.gradients.replay import Replay
@@ -25,15 +27,8 @@ _ROOM_PER_FACTOR_BYTE = 4
 _PROBE = 8
 _LARGEST_AUTO_CHUNK = 1024
 
-
-class Batch(Protocol):
-    """Neighbouring rows of a dataset, stacked on the CPU, sample axis first."""
-
-    @property
-    def inputs(self) -> tuple[torch.Tensor, ...]: ...
-
-    @property
-    def target(self) -> torch.Tensor | None: ...
+# (what is computed of a chunk, a few rows on the device, bytes) to the samples that fit; None where that can't be predicted.
+Sizer = Callable[[Callable[..., Any], Placed, int], int | None]
 
 
 class Measure(Protocol):
@@ -69,33 +64,44 @@ class Stream:
     Args:
         loss: (params, inputs, target) of one sample to (loss, aux); see Objective.
         params: name -> parameter, on the device to compute on.
-        read: (start, stop) to the rows in between.
+        read: (start, stop) to the rows in between. It is never called twice at once, yet from a thread of its own where it can be.
         chunk_size: samples at a time; 'auto' takes a small chunk first and sizes the next ones by it.
+        memory: bytes that an automatic chunk may take; None for a share of what is free.
+        sizer: predicts an automatic chunk's size; without one, or where it can't, the first chunk's factors are measured.
         randomness: as for vmap.
         capture: whether chunks of one size may be replayed from a record of the first ones, where there are many to come; 'off'
             runs each by itself.
         compile: 'inductor' has the record compiled.
-        say: told about each retry, and why chunks are not replayed, in a sentence.
+        say: told about each retry, and why chunks are not replayed or read ahead, in a sentence.
+
+    Attributes:
+        chunk_size: samples at a time, as things stand. retries: how often memory ran out.
     """
 
     def __init__(
         self,
         loss: Callable[..., Any],
         params: dict[str, torch.Tensor],
-        read: Callable[[int, int], Batch],
+        read: Read,
         *,
         chunk_size: int | Literal["auto"] = "auto",
+        memory: int | None = None,
+        sizer: Sizer | None = None,
         randomness: str = "error",
         capture: Literal["auto", "off"] = "auto",
         compile: Compiler = "none",
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self.loss, self.params, self.read, self.randomness, self.say = loss, params, read, randomness, say
+        self.loss, self.params, self.randomness, self.say = loss, params, randomness, say
+        self.memory, self.sizer = memory, sizer
         reference = next(iter(params.values()))
         self.device, self.dtype = reference.device, reference.dtype
         self.automatic = chunk_size == "auto"
         self.chunk_size = _PROBE if chunk_size == "auto" else int(chunk_size)
         self.retries = 0
+        self._too_large: int | None = None  # the smallest size that failed since one as large went through
+        self._alone: Sequence[int] | None = None  # the row that failed by itself, once
+        self._read, self._reading = read, threading.Lock()
         replays = {how: Replay(self._bound(how), params, compile, self.say) for how in (per_sample_gradients, per_sample_square_norms)}
         self.replays: dict[Callable[..., Any], Replay] = replays if capture == "auto" else {}
 
@@ -108,20 +114,29 @@ class Stream:
 
         Raises ModelError, with the row, where the model or the loss fails or memory runs out.
         """
-        loaded = [self.load(row, row + 1) for row in rows]
-        inputs = tuple(torch.cat(column) for column in zip(*(inputs for inputs, _ in loaded), strict=True))
-        targets = [target for _, target in loaded if target is not None]
+        batches = [self.read(row, row + 1) for row in rows]
+        inputs = tuple(torch.cat(column) for column in zip(*(batch.inputs for batch in batches), strict=True))
+        targets = [batch.target for batch in batches if batch.target is not None]
+        chunk = Chunk(rows, inputs, torch.cat(targets) if targets else None)
         try:
-            return self._gradients_of(inputs, torch.cat(targets) if targets else None)
+            return self._gradients_of(*self._placed(chunk))
         except PsgradError:
             raise
         except Exception as error:
-            raise self._failure(error, rows) from error
+            raise self._failure(error, chunk) from error
 
-    def load(self, start: int, stop: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
+    def read(self, start: int, stop: int) -> Batch:
+        """The rows start, ..., stop - 1 as the reader gives them, one call at a time."""
+        with self._reading:
+            return self._read(start, stop)
+
+    def load(self, start: int, stop: int) -> Placed:
         """The inputs and the target of the rows start, ..., stop - 1, on the device and in the dtype of the parameters."""
         batch = self.read(start, stop)
-        return tuple(self._placed(x) for x in batch.inputs), None if batch.target is None else self._placed(batch.target)
+        return placed(batch.inputs, batch.target, self.device, self.dtype)
+
+    def _placed(self, chunk: Chunk) -> Placed:
+        return placed(chunk.inputs, chunk.target, self.device, self.dtype)
 
     def _gradients_of(self, inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None) -> PerSampleGradients:
         found: PerSampleGradients = self._bound(per_sample_gradients)(self.params, inputs, target)
@@ -142,33 +157,51 @@ class Stream:
         used = [replay for replay in self.replays.values() if replay.chunks]
         return {"chunks_replayed": sum(r.chunks for r in used), "replayed_by": ", ".join(sorted({r.how for r in used})) or None}
 
+    # -- a run -----------------------------------------------------------------------------------------------------------------------
+
     def run(self, count: int, measures: Sequence[Measure]) -> Iterator[Columns]:
         """The measures' columns for the rows 0, ..., count - 1, in order."""
-        start = 0
-        while start < count:
-            stop = min(start + self.chunk_size, count)
-            values = self._attempt(start, stop, measures, (count - start) // (stop - start))
-            if values is None:
-                self.chunk_size = max(1, (stop - start) // 2)
-                self.automatic = False
-                self.retries += 1
-                self.say(f"out of memory on rows {start} to {stop - 1}; going on with {self.chunk_size} at a time")
-                continue
-            yield Columns(start, stop, values)
-            start = stop
+        waiting: list[Chunk | range] = []  # rows to go on with, read or not, the next ones last
+        reached = 0
+        with Loader(self.read, self.device, self.dtype, self.say) as loader:
+            while waiting or reached < count:
+                rows = waiting.pop() if waiting else range(reached, min(reached + self.chunk_size, count))
+                chunk = rows if isinstance(rows, Chunk) else self._taken(loader, rows)
+                reached = max(reached, chunk.stop)
+                values = None
+                if isinstance(chunk, Chunk) and self.automatic:
+                    self._predict(loader, chunk, measures)
+                if isinstance(chunk, Chunk) and len(chunk) <= self.chunk_size:
+                    if not self.automatic and not any(isinstance(later, range) for later in waiting):
+                        loader.expect(reached, min(reached + self.chunk_size, count))
+                    to_come = (count - chunk.start) // len(chunk) if len(chunk) == self.chunk_size else 1
+                    values = self._attempt(loader, chunk, measures, to_come)
+                if values is None:
+                    size = max(1, min(self.chunk_size, (len(chunk) + 1) // 2))
+                    waiting += [part_of(chunk, i, min(i + size, len(chunk))) for i in reversed(range(0, len(chunk), size))]
+                    continue
+                yield Columns(chunk.start, chunk.stop, values)
 
-    def _placed(self, x: torch.Tensor) -> torch.Tensor:
-        return x.to(self.device, self.dtype if x.is_floating_point() else None)
+    def _taken(self, loader: Loader, rows: range) -> Chunk | range:
+        """These rows; as they are, not read, where memory ran out over it."""
+        try:
+            return loader.take(rows.start, rows.stop)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            if len(rows) == 1:
+                raise _too_large(rows[0], error) from error
+        self._out_of_memory(rows, loader)
+        return rows
 
-    def _attempt(self, start: int, stop: int, measures: Sequence[Measure], to_come: int) -> dict[str, torch.Tensor] | None:
-        """The columns of one chunk; None where memory ran out. The failed attempt's memory is free again on return.
+    def _attempt(self, loader: Loader, chunk: Chunk, measures: Sequence[Measure], to_come: int) -> dict[str, torch.Tensor] | None:
+        """The columns of one chunk, on the CPU; None where memory ran out. The failed attempt's memory is free again on return.
 
         to_come: chunks of this size, this one included.
         """
         try:
-            factors = self.automatic or any(measure.needs_factors for measure in measures)
-            how = per_sample_gradients if factors else per_sample_square_norms
-            inputs, target = self.load(start, stop)
+            how = self._way(measures, probing=self.automatic)
+            inputs, target = loader.place(chunk)
             if how in self.replays:
                 gradients: Any = self.replays[how](inputs, target, to_come)
             else:
@@ -177,43 +210,89 @@ class Stream:
                 self._size_chunks(gradients)
             values: dict[str, torch.Tensor] = {}
             for measure in measures:
-                values.update({name: column.detach().cpu() for name, column in measure.columns(gradients).items()})
+                values.update(measure.columns(gradients))
+            values = on_the_cpu(values)
         except PsgradError:
             raise
         except Exception as error:
-            if not is_out_of_memory(error) or stop - start == 1:
-                raise self._failure(error, range(start, stop)) from error
+            if not is_out_of_memory(error) or self._alone == chunk.rows:
+                raise self._failure(error, chunk) from error
         else:
             for measure in measures:
                 measure.keep()
+            if self._too_large is not None and len(chunk) >= self._too_large:
+                self._too_large = None
             return values
         # Outside the handler: the traceback, and with it every tensor of the attempt, is gone.
+        chunk.on_device = None
+        self._out_of_memory(chunk.rows, loader)
+        return None
+
+    def _way(self, measures: Sequence[Measure], *, probing: bool = False) -> Callable[..., Any]:
+        """What is computed of a chunk: norms alone where no measure asks for more, and no factors are to be measured."""
+        return per_sample_gradients if probing or any(measure.needs_factors for measure in measures) else per_sample_square_norms
+
+    # -- memory ------------------------------------------------------------------------------------------------------------------
+
+    def _out_of_memory(self, rows: Sequence[int], loader: Loader) -> None:
+        """Take note that these rows were too many, and free what can be done without.
+
+        Once may be these rows' fault, or another program's: the chunks to come stay as large as they are. When the next ones as
+        large fail, too, half of that is what goes through from now on. A row that fails alone has one more try, with nothing else
+        in memory.
+        """
+        self.retries += 1
+        self.automatic = False
+        where = f"rows {rows[0]} to {rows[-1]}" if len(rows) > 1 else f"row {rows[0]}"
+        if len(rows) == 1:
+            self._alone = rows
+            self.say(f"out of memory on {where} alone; trying it once more, with nothing else in memory")
+        elif self._too_large is not None and len(rows) >= self._too_large:
+            self.chunk_size = min(self.chunk_size, (self._too_large + 1) // 2)
+            self._too_large = None
+            self.say(f"out of memory on {where}, again; going on with {self.chunk_size} at a time")
+        else:
+            self._too_large = len(rows)
+            self.say(f"out of memory on {where}; trying them in halves")
         for replay in self.replays.values():
             replay.forget()
+        loader.give_back()
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        return None
+
+    def _predict(self, loader: Loader, chunk: Chunk, measures: Sequence[Measure]) -> None:
+        """The chunk size by prediction, where there is one to be had."""
+        if self.sizer is None:
+            return
+        try:
+            size = self.sizer(self._way(measures), loader.place(chunk), chunk_budget(self.device, self.memory))
+        except Exception:  # a model that fails does so in the chunk itself, where the row is told
+            return
+        if size is not None:
+            self.automatic = False
+            self.chunk_size = max(1, min(_LARGEST_AUTO_CHUNK, size))
 
     def _size_chunks(self, gradients: PerSampleGradients) -> None:
-        """The chunk size that a quarter of the free memory allows, by what the first chunk's factors took."""
+        """The chunk size by what the first chunk's factors took."""
         self.automatic = False
         kept = sum(f.numel() * f.element_size() for g in gradients.gradients.values() for p in g.terms for f in p.term.factors)
         each = max(1, kept // max(len(gradients), 1)) * _ROOM_PER_FACTOR_BYTE
-        self.chunk_size = max(1, min(_LARGEST_AUTO_CHUNK, free_memory(self.device) // 4 // each))
-        if self.device.type == "cpu":
-            # past the caches' size larger chunks only cost memory
-            self.chunk_size = max(1, min(self.chunk_size, max(_PROBE, _CPU_CHUNK_BYTES // each)))
+        self.chunk_size = max(1, min(_LARGEST_AUTO_CHUNK, chunk_budget(self.device, self.memory) // each))
 
-    def _failure(self, error: Exception, rows: Sequence[int]) -> PsgradError:
+    # -- rows that fail ----------------------------------------------------------------------------------------------------------
+
+    def _failure(self, error: Exception, chunk: Chunk) -> PsgradError:
         """The model, the loss or the memory failed on these rows together: find the first row that does by itself, and say so."""
+        rows = chunk.rows
         if len(rows) == 1:
-            return self._failure_alone(error, rows[0])
-        for row in rows:
+            return self._failure_alone(error, chunk)
+        for place in range(len(rows)):
+            alone = chunk.part(place, place + 1)
             try:
-                self.gradients(row, row + 1)
+                self._gradients_of(*self._placed(alone))
             except Exception as single:
-                return self._failure_alone(single, row)
+                return self._failure_alone(single, alone)
         together = f"rows {rows[0]} to {rows[-1]} together, though on none of them alone"
         return ModelError(
             f"the model or the loss raised {type(error).__name__} on {together}: {_first_line(error)}",
@@ -221,12 +300,13 @@ class Stream:
             next_step="set engine.chunk_size: 1 and engine.verify: 1",
         )
 
-    def _failure_alone(self, error: Exception, row: int) -> PsgradError:
+    def _failure_alone(self, error: Exception, chunk: Chunk) -> PsgradError:
         if isinstance(error, PsgradError):
             return error
+        row = chunk.rows[0]
         if is_out_of_memory(error):
             return _too_large(row, error)
-        inputs, _ = self.load(row, row + 1)
+        inputs, _ = self._placed(chunk)
         given = ", ".join(f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in inputs)
         cause = "an input of another shape, type or range than the model takes (a token beyond the vocabulary, another image size)"
         if any(x.dtype == torch.int64 for x in inputs):
@@ -239,28 +319,16 @@ class Stream:
         )
 
 
-_CPU_CHUNK_BYTES = 256 << 20
+def on_the_cpu(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Columns on the CPU. From a GPU all of them are under way before any is waited for."""
+    copies = {name: column.detach().to("cpu", non_blocking=True) for name, column in values.items()}
+    for device in {column.device for column in values.values() if column.device.type == "cuda"}:
+        torch.cuda.current_stream(device).synchronize()
+    return copies
 
 
-# What the CPU's allocator and the libraries of CUDA say in plain RuntimeErrors.
-_NO_MEMORY = ("can't allocate memory", "not enough memory", "CUDA error: out of memory", "_STATUS_ALLOC_FAILED")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory ran out, on a GPU or on the CPU."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that can be taken now."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return 2 << 30
+def part_of(rows: Chunk | range, first: int, last: int) -> Chunk | range:
+    return rows.part(first, last) if isinstance(rows, Chunk) else rows[first:last]
 
 
 def _too_large(row: int, error: Exception) -> PsgradError:

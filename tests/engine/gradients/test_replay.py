@@ -115,7 +115,7 @@ def test_few_chunks_are_not_worth_a_record(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_an_automatic_chunk_size_replays_what_it_settles_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("psgrad.engine.gradients.streaming.free_memory", lambda device: 8_000)
+    monkeypatch.setattr("psgrad.engine.gradients.memory.free_memory", lambda device: 8_000)
     run, _ = both(perceptron(), vectors(), chunk_size="auto")
     assert run.replayed > 2
 
@@ -230,8 +230,8 @@ def test_want_of_memory_in_a_replay_halves_the_chunk(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("psgrad.engine.gradients.streaming.Replay", Short)
     run, _ = both(perceptron(), vectors(), chunk_size=6)
-    assert run.said == ["out of memory on rows 24 to 29; going on with 3 at a time"]
-    assert run.replayed == 2 + (ROWS - 24) // 3 - 2
+    assert run.said == ["out of memory on rows 24 to 29; trying them in halves"]
+    assert run.replayed == 2 + (ROWS - 30) // 6 - 2  # a record holds memory: it is made anew
 
 
 def test_a_loss_that_looks_at_trainable_weights_is_replayed() -> None:

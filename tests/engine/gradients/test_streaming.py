@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from psgrad.engine.gradients import PerSampleGradients
-from psgrad.engine.gradients.streaming import Stream, free_memory, is_out_of_memory
+from psgrad.engine.gradients.memory import free_memory, is_out_of_memory
+from psgrad.engine.gradients.streaming import Stream
 from psgrad.engine.measures.norms import GradientNorms
 from psgrad.engine.objective import Objective
 from psgrad.errors import DataError, ModelError
@@ -104,7 +105,7 @@ def test_an_automatic_chunk_starts_small_and_grows_to_what_fits(model: nn.Module
     assert table.asked == [(0, 8), (8, ROWS)]
     assert stream.chunk_size > ROWS
 
-    monkeypatch.setattr("psgrad.engine.gradients.streaming.free_memory", lambda device: 20_000)
+    monkeypatch.setattr("psgrad.engine.gradients.memory.free_memory", lambda device: 20_000)
     scarce = Table()
     columns_of(stream_of(model, scarce.read))
     sizes = [stop - start for start, stop in scarce.asked]
@@ -114,7 +115,7 @@ def test_an_automatic_chunk_starts_small_and_grows_to_what_fits(model: nn.Module
 
 @pytest.mark.parametrize("kind", OUT_OF_MEMORY)
 @pytest.mark.parametrize("chunk_size", [20, "auto"])
-def test_want_of_memory_halves_the_chunk_and_changes_nothing_else(model: nn.Module, kind: str, chunk_size: Any) -> None:
+def test_want_of_memory_halves_the_rows_that_failed_and_changes_nothing_else(model: nn.Module, kind: str, chunk_size: Any) -> None:
     table, said = Table(), list[str]()
     expected = columns_of(stream_of(model, table.read, chunk_size=ROWS))
     table.asked.clear()
@@ -123,9 +124,96 @@ def test_want_of_memory_halves_the_chunk_and_changes_nothing_else(model: nn.Modu
     assert [row for start, stop in table.asked for row in range(start, stop)] == list(range(ROWS))
     assert len(said) == stream.retries
     if chunk_size == 20:
-        assert said == [f"out of memory on rows 0 to {last}; going on with {size} at a time" for last, size in ((19, 10), (9, 5))]
+        assert said == [
+            "out of memory on rows 0 to 19; trying them in halves",
+            "out of memory on rows 0 to 9; trying them in halves",
+            "out of memory on rows 10 to 19, again; going on with 5 at a time",
+        ]
     else:
-        assert said == ["out of memory on rows 0 to 7; going on with 4 at a time"]
+        assert said == [
+            "out of memory on rows 0 to 7; trying them in halves",
+            "out of memory on rows 8 to 15, again; going on with 4 at a time",
+        ]
+
+
+class Room:
+    """A loss on a machine with memory for `room(first row)` samples at a time, if the first input says which row it is."""
+
+    def __init__(self, table: Table, room: Callable[[int], int], error: Callable[[], Exception] = OUT_OF_MEMORY["cpu"]) -> None:
+        table.inputs[:, 0] = torch.arange(len(table.inputs))
+        self.room, self.error = room, error
+        self.tried: list[tuple[int, int]] = []
+
+    needs_factors = True
+
+    def columns(self, gradients: PerSampleGradients) -> dict[str, Tensor]:
+        rows = gradients.aux["row"]
+        self.tried.append((int(rows[0]), int(rows[-1]) + 1))
+        if len(rows) > self.room(int(rows[0])):
+            raise self.error()
+        return {"row": rows}
+
+    def keep(self) -> None:
+        pass
+
+
+def in_a_room(model: nn.Module, table: Table, room: Room, chunk_size: int, count: int = ROWS) -> tuple[Stream, dict[str, Tensor]]:
+    """A run whose chunks fail where the room says so."""
+
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, x: Tensor) -> Any:
+            return self.model(x), x[:, 0]
+
+    objective = Objective(Looks(), lambda output, target: F.cross_entropy(output[0], target), lambda output, target: {"row": output[1]})
+    stream = Stream(objective.loss, objective.params, table.read, chunk_size=chunk_size)
+    return stream, columns_of(stream, count, [room])
+
+
+def test_one_chunk_that_fails_leaves_the_next_ones_as_large_as_before(model: nn.Module) -> None:
+    table = Table()
+    room = Room(table, lambda row: 4 if row == 8 else 100)
+    stream, found = in_a_room(model, table, room, 8)
+    assert room.tried == [(0, 8), (8, 16), (8, 12), (12, 16), (16, 24), (24, 32), (32, 37)]
+    assert found["row"].tolist() == list(range(ROWS))
+    assert (stream.chunk_size, stream.retries) == (8, 1)
+
+
+def test_a_size_that_fails_twice_in_a_row_is_given_up(model: nn.Module) -> None:
+    table = Table(1000)
+    room = Room(table, lambda row: 7 if row >= 128 else 64)
+    stream, found = in_a_room(model, table, room, 64, 1000)
+    # 64 fails, then 32, 16 and 8; a second 8 fails, and nothing as large is tried from there on
+    assert room.tried[2:12] == [
+        *((128, 128 + size) for size in (64, 32, 16, 8, 4)),
+        *((132, 136), (136, 144), (136, 140), (140, 144), (144, 148)),
+    ]
+    assert {last - first for first, last in room.tried[12:]} == {4}
+    assert found["row"].tolist() == list(range(1000))
+    assert (stream.chunk_size, stream.retries) == (4, 5)
+
+
+def test_rows_are_not_read_again_after_a_failure(model: nn.Module) -> None:
+    table = Table()
+    in_a_room(model, table, Room(table, lambda row: 3), 16)
+    assert [row for start, stop in table.asked for row in range(start, stop)] == list(range(ROWS))
+
+
+def test_a_row_that_fails_alone_has_one_more_try(model: nn.Module) -> None:
+    table = Table()
+    room = Room(table, lambda row: 1)
+    failures = iter([True])
+    room.room = lambda row: 0 if row == 5 and next(failures, False) else 1
+    stream, found = in_a_room(model, table, room, 1)
+    assert found["row"].tolist() == list(range(ROWS))
+    assert room.tried[4:8] == [(4, 5), (5, 6), (5, 6), (6, 7)]
+    assert stream.retries == 1
+    room.room = lambda row: 0 if row == 5 else 1
+    with pytest.raises(ModelError, match=r"memory ran out on row 5 alone: .*can't allocate memory"):
+        in_a_room(model, table, room, 1)
 
 
 class Failing:
@@ -153,7 +241,7 @@ def test_a_chunk_that_is_tried_again_counts_once_in_every_measure(model: nn.Modu
     found = columns_of(stream, measures=[norms, failing])
     assert stream.retries == 2
     assert {distribution.count for distribution in norms.parameters.values()} == {ROWS}
-    assert failing.kept == -(-ROWS // 5)
+    assert failing.kept == 4  # 0 to 4, 5 to 9, 10 to 19, 20 to 36
     expected = GradientNorms()
     torch.testing.assert_close(found, columns_of(stream_of(model, table.read), measures=[expected]), rtol=1e-10, atol=0)
     for name, distribution in norms.parameters.items():
@@ -169,7 +257,7 @@ def test_finished_chunks_stay_finished_when_memory_gets_scarce_later(model: nn.M
         return table.read(start, stop)
 
     columns_of(stream_of(model, read, chunk_size=10))
-    assert table.asked == [(0, 10), (10, 20), *((row, min(row + 2, ROWS)) for row in range(20, ROWS, 2))]
+    assert table.asked == [(0, 10), (10, 20), (20, 23), (23, 25), (25, 28), (28, 30), (30, 33), (33, 36), (36, 37)]
 
 
 @pytest.mark.parametrize("kind", OUT_OF_MEMORY)
