@@ -33,7 +33,13 @@ import torch.nn.functional as F
 from models import GPT, cnn, mlp, resnet
 from torch import Tensor, nn
 
-from psgrad.engine.gradients import PerSampleGradients, per_sample_gradients, per_sample_square_norms
+from psgrad.engine.gradients import (
+    PerSampleGradients,
+    SquareNorms,
+    per_sample_gradients,
+    per_sample_square_norms,
+    per_sample_weighted_sum,
+)
 from psgrad.engine.objective import Objective
 
 # What clipped sums may cost beyond the norms, as a multiple of plain.
@@ -123,9 +129,11 @@ class Contest:
         return found.square_norms().sqrt()
 
     def clipped(self) -> dict[str, Tensor]:
-        gradients = self.deferred()
-        weights = (self.bound / gradients.square_norms().sqrt()).clamp(max=1)
-        return gradients.weighted_sum(weights)
+        def weights(norms: SquareNorms) -> Tensor:
+            return (self.bound / norms.square_norms().sqrt()).clamp(max=1)
+
+        loss, params = self.objective.loss, self.objective.params
+        return per_sample_weighted_sum(loss, params, (self.inputs,), self.target, weights=weights, has_aux=True).sums
 
     def errors(self) -> dict[str, float]:
         """The largest relative error of the norms, ours and torch.func's, against a loop of one-sample gradients in float64."""

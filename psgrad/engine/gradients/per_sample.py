@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from psgrad.engine.gradients.deferral import DeferredGradient, WeightDeferral, deferred_in
 from psgrad.engine.gradients.norms import square_norms
 from psgrad.engine.gradients.queries import PerSampleGradients, SquareNorms, merged
+from psgrad.engine.gradients.settling import settled
 from psgrad.engine.gradients.terms import Dense
 from psgrad.engine.transforms import generators
 from psgrad.engine.transforms.batching import BatchLevel
 from psgrad.engine.transforms.branching import Divergence, WriteWatch
 from psgrad.engine.transforms.differentiate import cotangents_and_value
+from psgrad.engine.transforms.trees import flatten, map_leaves, unflatten
 from psgrad.engine.transforms.vectorize import flat_in_dims, mapped_size
 from psgrad.errors import TransformError
 
@@ -38,21 +40,19 @@ def per_sample_gradients(
         in_dims: where that axis is, as for `vmap`; None for an argument that all samples share.
         randomness: as for `vmap`.
 
-    Nothing of the size n x parameters is made here, nor by a query that does not ask for it.
+    Nothing of the size n x parameters is made here, nor by a query that does not ask for it; but where the gradients of a parameter are
+    smaller than their factors (a convolution on large images, a small layer over many positions), they are written out at once, and the
+    factors dropped.
 
     Where `loss` branches on a sample's data and samples disagree, it runs once for the samples of each outcome, as under `vmap`.
     """
     found: dict[str, DeferredGradient] = {}
-    job = _Pass(loss, params, batch, in_dims, has_aux, randomness)
+    job = Pass(loss, params, batch, in_dims, has_aux, randomness)
     try:
-        losses, aux = job.run(found.__setitem__)
+        losses, aux = job.run(lambda name, gradient: found.__setitem__(name, settled(gradient)))
     except Divergence as divergence:
-        groups = job.groups(divergence)
-        parts = [
-            per_sample_gradients(loss, params, *some, in_dims=in_dims, has_aux=has_aux, randomness=randomness)
-            for some in job.batches(groups)
-        ]
-        return PerSampleGradients.of_groups(parts, groups)
+        again = partial(per_sample_gradients, loss, params, in_dims=in_dims, has_aux=has_aux, randomness=randomness)
+        return job.split(divergence, again, PerSampleGradients.of_groups)
     return PerSampleGradients({name: found[name] for name in params}, losses, aux)
 
 
@@ -69,36 +69,42 @@ def per_sample_square_norms(
     Each parameter's gradient is contracted as soon as the pass back has all of it, and dropped: the factors of all parameters never
     exist together.
     """
-    norms: dict[str, torch.Tensor] = {}
-    computed_as: dict[str, str] = {}
-    job = _Pass(loss, params, batch, in_dims, has_aux, randomness)
-
-    def contract(name: str, gradient: DeferredGradient) -> None:
-        computed_as[name] = gradient.describe()
-        if gradient.terms:
-            norms[name] = square_norms([gradient])[0]
-
+    norms = NormsByName()
+    job = Pass(loss, params, batch, in_dims, has_aux, randomness)
     try:
-        losses, aux = job.run(contract)
+        losses, aux = job.run(norms.add)
     except Divergence as divergence:
-        groups = job.groups(divergence)
-        parts = [
-            per_sample_square_norms(loss, params, *some, in_dims=in_dims, has_aux=has_aux, randomness=randomness)
-            for some in job.batches(groups)
-        ]
-        return SquareNorms.of_groups(parts, groups)
-    zero = torch.zeros(losses.shape, dtype=torch.float64, device=losses.device)
-    return SquareNorms({name: norms.get(name, zero) for name in params}, losses, aux, computed_as)
+        again = partial(per_sample_square_norms, loss, params, in_dims=in_dims, has_aux=has_aux, randomness=randomness)
+        return job.split(divergence, again, SquareNorms.of_groups)
+    return norms.of(params, losses, aux)
 
 
-class _Pass:
+class NormsByName:
+    """Squared norms, parameter by parameter as the pass back completes them."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, torch.Tensor] = {}
+        self.computed_as: dict[str, str] = {}
+
+    def add(self, name: str, gradient: DeferredGradient) -> None:
+        self.computed_as[name] = gradient.describe()
+        if gradient.terms:
+            self.found[name] = square_norms([gradient])[0]
+
+    def of(self, names: Iterable[str], losses: torch.Tensor, aux: Any) -> SquareNorms:
+        """Those of all parameters, in order."""
+        zero = torch.zeros(losses.shape, dtype=torch.float64, device=losses.device)
+        return SquareNorms({name: self.found.get(name, zero) for name in names}, losses, aux, self.computed_as)
+
+
+class Pass:
     """One pass forward and back over a batch, or over some samples of it."""
 
     def __init__(self, loss: Any, params: Any, batch: tuple[Any, ...], in_dims: Any, has_aux: bool, randomness: str) -> None:
         self.loss, self.params, self.has_aux = loss, params, has_aux
         title = getattr(loss, "__name__", repr(loss))
-        self.flat, self.spec = tree_flatten(batch)
-        self.dims = flat_in_dims(in_dims, batch, self.flat, self.spec, title)
+        self.flat, self.structure = flatten(batch)
+        self.dims = flat_in_dims(in_dims, batch, self.flat, title)
         self.level = BatchLevel(mapped_size(self.flat, self.dims, title), randomness, WeightDeferral())
         self.watch = WriteWatch(self.flat)
         self.states = generators.states() if randomness == "same" else None
@@ -113,12 +119,17 @@ class _Pass:
         in_front = [x.movedim(d, 0) if d else x for x, d in zip(self.flat, self.dims, strict=True)]
         with level.body(attach=False):
             traced = [x if d is None else level.lift(x) for x, d in zip(in_front, self.dims, strict=True)]
-            arguments = (dict(self.params), *tree_unflatten(traced, self.spec))
+            arguments = (dict(self.params), *unflatten(traced, self.structure))
             record = cotangents_and_value(self.loss, (0,), arguments, {}, self.has_aux, complete)
-            aux = tree_map(lambda x: level.batch.physical(x) if isinstance(x, torch.Tensor) else x, record.aux)
+            aux = map_leaves(lambda x: level.batch.physical(x) if isinstance(x, torch.Tensor) else x, record.aux)
             return level.batch.physical(record.value), aux
 
-    def groups(self, divergence: Divergence) -> list[torch.Tensor]:
+    def split(self, divergence: Divergence, again: Callable[..., Any], join: Callable[[list[Any], list[torch.Tensor]], Any]) -> Any:
+        """What `again` gives for the samples of each outcome of a branch, joined."""
+        groups = self._groups(divergence)
+        return join([again(*some) for some in self._batches(groups)], groups)
+
+    def _groups(self, divergence: Divergence) -> list[torch.Tensor]:
         """The samples of each outcome of a branch on which they disagree."""
         if divergence.level is not self.level:
             raise divergence
@@ -129,12 +140,16 @@ class _Pass:
             )
         return divergence.groups(next(x.device for x, d in zip(self.flat, self.dims, strict=True) if d is not None))
 
-    def batches(self, groups: list[torch.Tensor]) -> Iterator[tuple[Any, ...]]:
+    def _batches(self, groups: list[torch.Tensor]) -> Iterator[tuple[Any, ...]]:
         for group in groups:
             if self.states is not None:  # one draw for all samples, whatever group they are in
                 generators.restore(self.states)
-            chosen = [x if d is None else x.index_select(d, group) for x, d in zip(self.flat, self.dims, strict=True)]
-            yield tuple(tree_unflatten(chosen, self.spec))
+            yield self.batch_of(group)
+
+    def batch_of(self, rows: torch.Tensor) -> tuple[Any, ...]:
+        """The batch with these samples [k] in place of its own."""
+        chosen = [x if d is None else x.index_select(d, rows) for x, d in zip(self.flat, self.dims, strict=True)]
+        return tuple(unflatten(chosen, self.structure))
 
 
 def _collected(level: BatchLevel, parameter: torch.Tensor, cotangent: torch.Tensor | None) -> DeferredGradient:

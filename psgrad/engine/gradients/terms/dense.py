@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,9 +13,10 @@ from psgrad.engine.gradients.terms.base import Term, accumulating, square_norm
 
 @dataclass(frozen=True)
 class Dense(Term):
-    """A value that is there: biases, affine parameters, whatever can't be factored."""
+    """A value that is there: biases, affine parameters, whatever can't be factored, and what is smaller than its factors."""
 
     value: torch.Tensor  # [n, *shape]
+    written_out: bool = False  # whether it had factors
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -26,7 +27,7 @@ class Dense(Term):
         return (self.value,)
 
     def at(self, samples: slice | torch.Tensor, dtype: torch.dtype | None = None) -> Dense:
-        return Dense(self.value[samples].to(dtype or self.dtype))
+        return replace(self, value=self.value[samples].to(dtype or self.dtype))
 
     def square_norms(self) -> torch.Tensor:
         return square_norm(self.value)
@@ -43,13 +44,13 @@ class Dense(Term):
         return value.reshape(value.shape[0], vector.numel()) @ vector.reshape(-1).to(value.dtype)
 
     def scaled(self, factor: float) -> Dense:
-        return Dense(self.value * factor)
+        return replace(self, value=self.value * factor)
 
     def kin(self) -> tuple[Any, ...]:
         return Dense, self.shape
 
     def plus(self, others: Sequence[Dense]) -> Dense:
-        return Dense(sum((other.value for other in others), self.value))
+        return replace(self, value=sum((other.value for other in others), self.value))
 
     def describe(self) -> str:
-        return "direct"
+        return "materialise" if self.written_out else "direct"
