@@ -18,7 +18,10 @@ def sum_to(g: Any, shape: torch.Size, dtype: torch.dtype) -> Any:
         return None
     if g.shape != shape:
         extra = g.dim() - len(shape)
-        axes = list(range(extra)) + [i + extra for i, size in enumerate(shape) if size == 1 and g.shape[i + extra] != 1]
+        # a sum over an axis of one would only copy
+        axes = [i for i in range(extra) if g.shape[i] != 1] + [
+            i + extra for i, size in enumerate(shape) if size == 1 and g.shape[i + extra] != 1
+        ]
         if axes:
             g = run(aten.sum.dim_IntList, g, axes, extra != len(axes))
         if g.shape != shape:
