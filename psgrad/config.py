@@ -58,6 +58,23 @@ def _chunk_size(value: object) -> object:
     raise ValueError(f"got {_describe(value)}, expected a whole number of at least 1, or auto")
 
 
+_BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_LEAST_MEMORY = 1 << 20  # less is a forgotten unit
+
+
+def _memory(value: object) -> object:
+    """Bytes: a whole number of them, or a number with a unit."""
+    if value == "auto":
+        return value
+    written = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*([a-z]+)", value.strip().lower()) if isinstance(value, str) else None
+    size = value if type(value) is int else int(float(written[1]) * _BYTES[written[2]]) if written and written[2] in _BYTES else None
+    if size is None:
+        raise ValueError(f"got {_describe(value)}, expected auto, or a size such as 2GiB or 500 MB (B, KB, MB, GB, TB; KiB, MiB, GiB, TiB)")
+    if size < _LEAST_MEMORY:
+        raise ValueError(f"got {_describe(value)}, which is {size:,} bytes; expected at least 1MiB; is its unit right?")
+    return size
+
+
 def _column_names(value: object) -> object:
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
@@ -166,10 +183,19 @@ class EngineConfig(_Section):
 
     device: str = "auto"
     chunk_size: Annotated[int | Literal["auto"], BeforeValidator(_chunk_size)] = "auto"
+    # What a chunk of samples may take, in bytes; auto is a share of what is free.
+    memory: Annotated[int | Literal["auto"], BeforeValidator(_memory)] = "auto"
+    # bfloat16 is mixed precision: products in bfloat16, parameters, sums and norms in float32.
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     verify: Annotated[int, Field(ge=0)] = 3
     capture: Literal["auto", "off"] = "auto"
     compile: Literal["none", "inductor"] = "none"
+
+    @model_validator(mode="after")
+    def _memory_sizes_automatic_chunks(self) -> EngineConfig:
+        if self.memory != "auto" and self.chunk_size != "auto":
+            raise ValueError(f"memory says how large an automatic chunk may get, and chunk_size is {self.chunk_size}; set one of the two")
+        return self
 
     @model_validator(mode="after")
     def _what_is_compiled_is_captured(self) -> EngineConfig:

@@ -48,12 +48,14 @@ def analyze(config: Config, *, overwrite: bool = False, progress: Say = lambda _
     RunFolder.require_free(config.output, overwrite)
     clock = Clock()
     with clock("load"):
-        device, dtype = pick_device(config.engine.device), getattr(torch, config.engine.dtype)
+        device = pick_device(config.engine.device)
+        dtype, autocast = pick_precision(config.engine.dtype)
         loaded = load_model(config.model, config.base)
         criterion = resolve_loss(config.loss, config.base)
         samples = load_data(config.data, config.base)
         model = loaded.model.to(device, dtype)
-        objective = Objective(model, criterion.function, summary_for(criterion.kind, criterion.ignore_index))
+        summary = summary_for(criterion.kind, criterion.ignore_index)
+        objective = Objective(model, criterion.function, summary, autocast=autocast)
         first_output = partial(output_of_first_row, model, samples, device, dtype)
         reader = CheckedReader(samples, criterion, class_count(first_output, criterion))
         stream = Stream(
@@ -61,6 +63,7 @@ def analyze(config: Config, *, overwrite: bool = False, progress: Say = lambda _
             objective.params,
             reader,
             chunk_size=config.engine.chunk_size,
+            memory=None if config.engine.memory == "auto" else config.engine.memory,
             randomness="different" if model.training else "error",
             capture=config.engine.capture,
             compile=config.engine.compile,
@@ -106,6 +109,15 @@ def pick_device(name: str) -> torch.device:
             next_step="set engine.device: auto, or install a PyTorch build for this device",
         ) from error
     return device
+
+
+def pick_precision(name: str) -> tuple[torch.dtype, torch.dtype | None]:
+    """(the type of parameters and inputs, the type that autocast computes in) of a config's dtype; None without autocast.
+
+    A checkpoint in bfloat16 is loaded as float32 just the same, which holds each of its numbers exactly.
+    """
+    kind: torch.dtype = getattr(torch, name)
+    return (torch.float32, kind) if kind == torch.bfloat16 else (kind, None)
 
 
 def output_of_first_row(model: nn.Module, samples: Samples, device: torch.device, dtype: torch.dtype) -> Any:
@@ -299,7 +311,8 @@ def describe_run(
         },
         "self_check": {"samples": 0, "reason": "the model draws at random in train mode"}
         if check is None
-        else {"samples": len(check.rows), "rows": check.rows, "worst_relative_error": check.worst},
+        else {"samples": len(check.rows), "rows": check.rows, "worst_relative_error": check.worst}
+        | ({"worst_error_of_autocast": check.worst_rounding} if check.rounding else {}),
         "contains_private_statistics": True,
     }
 

@@ -110,6 +110,30 @@ def test_overrides_are_yaml_and_the_last_wins(tmp_path: Path) -> None:
     assert config.data.inputs == ["a", "b"]
 
 
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("auto", "auto"),
+        ("2GiB", 2 << 30),
+        ("1.5 gib", 3 << 29),
+        ("500 MB", 500_000_000),
+        ("4mib", 4 << 20),
+        ("1e9", None),
+        ("2000000", 2_000_000),
+        (".5TB", 500_000_000_000),
+    ],
+)
+def test_memory_is_a_size_with_a_unit(tmp_path: Path, text: str, size: object) -> None:
+    path = write(tmp_path, MINIMAL + f"engine: {{memory: {text}}}\n")
+    if size is None:
+        with pytest.raises(ConfigError, match="expected auto, or a size"):
+            load_config(path)
+        return
+    config = load_config(path)
+    assert config.engine.memory == size
+    assert Config.model_validate(config.model_dump()).engine.memory == size  # as the manifest has it
+
+
 def test_an_override_of_one_alias_leaves_the_other(tmp_path: Path) -> None:
     text = MINIMAL.replace("build}", "build, kwargs: &k {a: 1}}").replace("{path: train.parquet,", "{factory: f.py:g, kwargs: *k,")
     config = load_config(write(tmp_path, text), ["model.kwargs.a=2"])
@@ -199,6 +223,13 @@ def test_each_mistake_is_told(tmp_path: Path, old: str, new: str, expected: str)
         ("chunk_size: 0", "engine.chunk_size: got 0, expected a whole number of at least 1, or auto"),
         ("chunk_size: true", "engine.chunk_size: got true, expected"),
         ("chunk_size: 2.0", "engine.chunk_size: got 2.0, expected"),
+        ("memory: lots", "engine.memory: got 'lots', expected auto, or a size such as 2GiB"),
+        ("memory: 2 GiBs", "engine.memory: got '2 GiBs', expected auto, or a size"),
+        ("memory: -2GiB", "engine.memory: got '-2GiB', expected auto, or a size"),
+        ("memory: true", "engine.memory: got true, expected auto, or a size"),
+        ("memory: 2.5", "engine.memory: got 2.5, expected auto, or a size"),
+        ("memory: 2", "engine.memory: got 2, which is 2 bytes; expected at least 1MiB; is its unit right?"),
+        ("memory: 1GiB, chunk_size: 8", "memory says how large an automatic chunk may get, and chunk_size is 8"),
         ("verify: -1", "engine.verify: got -1, expected at least 0"),
         ("verify: true", "engine.verify: got true, expected a whole number"),
         ("dtype: float16", "engine.dtype: got 'float16', expected one of float32, float64, bfloat16"),

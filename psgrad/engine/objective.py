@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from psgrad.engine.gradients.terms import accumulating
 from psgrad.engine.transforms.functional import swapped, tied_slots
 from psgrad.errors import LossError, ModelError
 
@@ -22,15 +24,21 @@ class Objective:
         model: takes tensors with a leading batch axis. It is neither changed nor copied; its buffers are read.
         criterion: (output, target) of one sample, both without a batch axis, to a loss of shape ().
         summary: (output, target) to small tensors worth keeping (a prediction); the default keeps nothing.
+        autocast: the type in which matrix products and convolutions run, torch.bfloat16 for mixed precision: model and criterion run
+            under torch.autocast, which leaves delicate operators (softmax, norms, losses) in float32. Parameters, and with them their
+            gradients, stay what they are. None runs all in the parameters' type.
 
     Attributes:
         params: name -> parameter, those that require a gradient; each tensor once, under the first of its names.
     """
 
-    def __init__(self, model: nn.Module, criterion: Criterion, summary: Summary | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, criterion: Criterion, summary: Summary | None = None, *, autocast: torch.dtype | None = None
+    ) -> None:
         self.model = model
         self.criterion = criterion
         self.summary = summary
+        self.autocast = autocast
         self.params = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
         if not self.params:
             raise ModelError(
@@ -40,9 +48,20 @@ class Objective:
             )
         self._slots = tied_slots(model, self.params)
 
+    def precision(self) -> AbstractContextManager[Any]:
+        """What model and criterion run under.
+
+        The way back does not: it takes each cotangent in the type that the value had. Autocast keeps no casts of weights either, as it
+        would for weights that require a gradient: they would outlive a pass, and belong to one that PyTorch's autograd follows.
+        """
+        if self.autocast is None:
+            return nullcontext()
+        device = next(iter(self.params.values())).device.type
+        return torch.autocast(device, dtype=self.autocast, cache_enabled=False)
+
     def loss(self, params: dict[str, torch.Tensor], inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None) -> Any:
-        """(loss, summary) of one sample: inputs and target without a batch axis."""
-        with swapped(self._slots, params):
+        """(loss, summary) of one sample: inputs and target without a batch axis. A loss in halves comes as float32."""
+        with swapped(self._slots, params), self.precision():
             output = first(self.model(*[x.unsqueeze(0) for x in inputs]))
             value = self.criterion(output, target)  # inside: a loss may look at the model's weights, too
         if not isinstance(value, torch.Tensor) or value.dim() != 0:
@@ -55,6 +74,9 @@ class Objective:
             )
         if not value.dtype.is_floating_point:
             raise LossError(f"the loss returned a tensor of dtype {value.dtype}", expected="a floating-point number per sample")
+        if self.autocast is not None:
+            value = accumulating(value)
+            output = accumulating(output) if isinstance(output, torch.Tensor) else output
         return value, self.summary(output, target) if self.summary is not None else {}
 
 
