@@ -1,0 +1,146 @@
+"""Sums whose weights follow from the norms: kept factors and a second pass beside the one-sample loop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks import models
+from psgrad.engine.gradients import SquareNorms, WeightedSum, per_sample_weighted_sum
+from psgrad.engine.gradients import weighted_sums as module
+from psgrad.engine.objective import Objective
+from psgrad.errors import TransformError
+from tests.oracles import one_sample_gradients
+
+BOUND = 0.7
+
+
+def clipping(norms: SquareNorms) -> Tensor:
+    return (BOUND / norms.square_norms().sqrt()).clamp(max=1)
+
+
+def networks() -> dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tensor]]]]:
+    def images(channels: int) -> Callable[[], tuple[Tensor, Tensor]]:
+        return lambda: (torch.randn(5, channels, 12, 12), torch.randint(10, (5,)))
+
+    def tokens() -> tuple[Tensor, Tensor]:
+        drawn = torch.randint(40, (5, 10))
+        return drawn[:, :-1], drawn[:, 1:]
+
+    return {
+        "cnn": (lambda: models.cnn(image_size=12, channels=(4, 8), hidden=16), images(1)),
+        "mlp": (lambda: models.mlp((20, 16, 10)), lambda: (torch.randn(5, 20), torch.randint(10, (5,)))),
+        "gpt": (lambda: models.GPT(vocabulary=40, positions=9, width=16, layers=2, heads=2), tokens),
+        "resnet": (lambda: models.resnet(widths=(8, 16), blocks=1, groups=4), images(3)),
+    }
+
+
+def objective_of(name: str, dtype: torch.dtype = torch.float64) -> tuple[Objective, Tensor, Tensor]:
+    torch.manual_seed(0)
+    build, draw = networks()[name]
+    model, (inputs, target) = build().to(dtype), draw()
+    return Objective(model, F.cross_entropy), inputs.to(dtype) if inputs.is_floating_point() else inputs, target
+
+
+def clipped(objective: Objective, inputs: Tensor, target: Tensor, **options: object) -> WeightedSum:
+    given = {"weights": clipping, **options}
+    return per_sample_weighted_sum(objective.loss, objective.params, (inputs,), target, has_aux=True, **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("memory", [None, 0, 2000], ids=["kept", "never kept", "given up on the way"])
+@pytest.mark.parametrize("name", list(networks()))
+def test_clipped_sums_are_those_of_a_loop_over_samples(name: str, memory: float | None) -> None:
+    objective, inputs, target = objective_of(name)
+    found = clipped(objective, inputs, target, memory=memory)
+    assert found.recomputed == (memory is not None)
+    gradients = one_sample_gradients(objective.model, F.cross_entropy, (inputs,), target)
+    norms = torch.stack([value.flatten(1).square().sum(1) for value in gradients.values()]).sum(0).sqrt()
+    assert (norms > BOUND).any()
+    weights = (BOUND / norms).clamp(max=1)
+    torch.testing.assert_close(found.norms.square_norms().sqrt(), norms, rtol=1e-10, atol=0)
+    torch.testing.assert_close(found.weights, weights, rtol=1e-10, atol=0)
+    for key, value in gradients.items():
+        expected = torch.einsum("n,n...->...", weights, value)
+        torch.testing.assert_close(found.sums[key], expected, rtol=1e-10, atol=1e-10 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("memory", [None, 0])
+def test_a_sample_of_weight_zero_adds_nothing_whatever_its_gradient(memory: float | None) -> None:
+    objective, inputs, target = objective_of("cnn")
+    spoilt = inputs.clone()
+    spoilt[1] = math.inf
+
+    def finite_only(norms: SquareNorms) -> Tensor:
+        weights = clipping(norms)
+        return torch.where(torch.isfinite(norms.square_norms()), weights, 0.0)
+
+    found = clipped(objective, spoilt, target, weights=finite_only, memory=memory)
+    rest = [0, 2, 3, 4]
+    expected = clipped(objective, inputs[rest], target[rest])
+    assert found.weights[1] == 0
+    for key, value in expected.sums.items():
+        torch.testing.assert_close(found.sums[key], value, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("memory", [None, 0])
+def test_where_all_are_spoilt_the_sum_is_zero(memory: float | None) -> None:
+    objective, inputs, target = objective_of("mlp")
+    found = clipped(objective, inputs * math.nan, target, weights=lambda norms: torch.zeros(len(norms)), memory=memory)
+    assert all(not value.any() for value in found.sums.values())
+
+
+def test_the_second_pass_draws_what_the_first_did() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 32), nn.Dropout(0.5), nn.Linear(32, 3)).double().train()
+    objective = Objective(model, F.cross_entropy)
+    inputs, target = torch.randn(7, 6, dtype=torch.float64), torch.randint(3, (7,))
+    found, left = [], []
+    for memory in (None, 0):
+        torch.manual_seed(1)
+        found.append(clipped(objective, inputs, target, randomness="different", memory=memory))
+        left.append(torch.rand(3))
+    for key, value in found[0].sums.items():
+        torch.testing.assert_close(found[1].sums[key], value, rtol=1e-12, atol=1e-14)
+    assert torch.equal(*left)  # and leaves the generator where it was
+
+
+def test_samples_that_disagree_on_a_branch_are_split() -> None:
+    weight = {"w": torch.randn(3, dtype=torch.float64)}
+    rows = torch.randn(6, 3, dtype=torch.float64)
+
+    def loss(params: dict[str, Tensor], row: Tensor) -> Tensor:
+        value = params["w"] @ row
+        return value.square() if bool(value > 0) else -3 * value
+
+    found = per_sample_weighted_sum(loss, weight, rows, weights=clipping)
+    value = rows @ weight["w"]
+    gradients = torch.where(value > 0, 2 * value, torch.full_like(value, -3)).unsqueeze(1) * rows
+    weights = (BOUND / gradients.norm(dim=1)).clamp(max=1)
+    torch.testing.assert_close(found.sums["w"], weights @ gradients, rtol=1e-10, atol=1e-12)
+
+
+def test_factors_that_do_not_fit_are_dropped_before_the_pass_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    objective, inputs, target = objective_of("gpt")
+    most = []
+
+    class Counting(module._Kept):
+        def add(self, name: str, gradient: object) -> None:
+            super().add(name, gradient)  # type: ignore[arg-type]
+            most.append(len(self.gradients))
+
+    monkeypatch.setattr(module, "_Kept", Counting)
+    clipped(objective, inputs, target, memory=10_000)
+    assert max(most) < len(objective.params)
+    assert most[-1] == 0
+
+
+def test_weights_of_another_shape_are_an_error_that_says_so() -> None:
+    objective, inputs, target = objective_of("mlp")
+    with pytest.raises(TransformError, match=r"weights\(norms\) has shape \(5, 1\) for 5 samples") as raised:
+        clipped(objective, inputs, target, weights=lambda norms: clipping(norms)[:, None])
+    assert "shape (5,)" in str(raised.value)
