@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +15,11 @@ from psgrad.engine.gradients.machines import device_name
 
 aten = torch.ops.aten
 
-_LONG = {"cpu": 512, "cuda": 4096}  # an axis that is no obstacle
-_STREAMS = {"cpu": (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26), "cuda": (1 << 16, 1 << 20, 1 << 24, 1 << 28)}
+_LONG = {"cpu": 256, "cuda": 4096}  # an axis that is no obstacle; on a CPU a call has to fit in what a busy system gives at a time
+_STREAMS = {"cpu": (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 3 << 23, 5 << 23), "cuda": (1 << 16, 1 << 20, 1 << 24, 1 << 28)}
 _SHORTEST = 2e-4  # a quick call is repeated for so long, so that the clock's grain does not show
-_ROUNDS = 4
+_LONGEST = 0.05  # a slow one is not
+_ROUNDS = 12
 
 
 def measure(device: torch.device) -> Machine:
@@ -30,7 +33,7 @@ def _measured(device: torch.device) -> Machine:
     clock = _Clock(device)
     long = _LONG[kind]
     products = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
-    rates = {name: _product_rate(clock, long, long, long, dtype) for name, dtype in products.items()}
+    rates = {name: _large_product_rate(clock, long, dtype) for name, dtype in products.items()}
     call = clock.seconds(torch.ones(8, device=device).neg)
     thin: dict[str, list[float]] = {"rows": [], "columns": [], "inner": []}
     for size in THIN_SIZES[:-1]:
@@ -39,8 +42,9 @@ def _measured(device: torch.device) -> Machine:
     stream = []
     for size in _STREAMS[kind]:
         x = torch.ones(size // 4, device=device)
-        seconds = clock.seconds(lambda x=x: x * x, fewer=size > 1 << 24)  # type: ignore[misc]
+        seconds = clock.seconds(lambda x=x: x * x)  # type: ignore[misc]
         stream.append((float(size), 2 * size / max(seconds - call, seconds / 10)))
+    operator_seconds, kernel_seconds = _python_seconds(clock, device)
     return Machine(
         name=device_name(device),
         origin="measured",
@@ -52,11 +56,13 @@ def _measured(device: torch.device) -> Machine:
         stream=tuple(stream),
         scattered=_scattered(clock, device),
         transcendental=_transcendental(clock, device),
+        pooling=_pooling(clock, device),
         convolution=_convolution(clock, device, 1) / rates["float32"],
         grouped_convolution=_convolution(clock, device, 16) / rates["float32"],
         attention=_attention(clock, device) / rates["float32"],
         call_seconds=call,
-        operator_seconds=_operator_seconds(clock, device),
+        operator_seconds=operator_seconds,
+        kernel_seconds=kernel_seconds,
         asynchronous=device.type != "cpu",
     )
 
@@ -65,11 +71,16 @@ class _Clock:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def seconds(self, call: Callable[[], Any], *, fewer: bool = False) -> float:
+    def seconds(self, call: Callable[[], Any]) -> float:
         """Wall-clock seconds of one call, its kernels done: the best of a few rounds."""
         call()  # a first call makes handles and plans
-        repeats = max(1, int(_SHORTEST / max(self._of(call, 1), 1e-7)))
-        return min(self._of(call, repeats) for _ in range(2 if fewer else _ROUNDS))
+        repeats = max(1, int(_SHORTEST / max(min(self._of(call, 1), self._of(call, 1)), 1e-7)))
+        best, start = math.inf, time.perf_counter()
+        for number in range(_ROUNDS):
+            best = min(best, self._of(call, repeats))
+            if number >= 2 and time.perf_counter() - start > _LONGEST:
+                break
+        return best
 
     def _of(self, call: Callable[[], Any], repeats: int) -> float:
         self._wait()
@@ -87,6 +98,13 @@ class _Clock:
 def _product_rate(clock: _Clock, rows: int, columns: int, inner: int, dtype: torch.dtype) -> float:
     a, b = (torch.ones(shape, dtype=dtype, device=clock.device) for shape in ((rows, inner), (inner, columns)))
     return 2 * rows * columns * inner / clock.seconds(lambda: torch.mm(a, b))
+
+
+def _large_product_rate(clock: _Clock, long: int, dtype: torch.dtype) -> float:
+    """Of a weight as layers keep it, transposed, and as it is: they are met equally often."""
+    a, b = (torch.ones(shape, dtype=dtype, device=clock.device) for shape in ((2 * long, long), (long, long)))
+    seconds = clock.seconds(lambda: torch.mm(a, b)) + clock.seconds(lambda: torch.mm(a, b.t()))
+    return 8 * long**3 / seconds
 
 
 def _matrix_seconds(clock: _Clock, device: torch.device) -> float:
@@ -126,22 +144,35 @@ def _attention(clock: _Clock, device: torch.device) -> float:
     return 4.0 * 8 * 4 * 128 * 128 * 64 / clock.seconds(lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q))
 
 
-def _operator_seconds(clock: _Clock, device: torch.device) -> float:
-    """The Python around one kernel of a pass: of a chain so small that its kernels take no time."""
-    from psgrad.engine.gradients.ledger import traced
-    from psgrad.engine.gradients.per_sample import per_sample_square_norms
+def _pooling(clock: _Clock, device: torch.device) -> float:
+    x = torch.ones(16, 16, 32, 32, device=device)
+    return x.numel() / clock.seconds(lambda: aten.max_pool2d_with_indices.default(x, [2, 2], [2, 2]))
 
-    weight, x = torch.ones(4, 4, device=device), torch.ones(2, 4, device=device)
+
+def _python_seconds(clock: _Clock, device: torch.device) -> tuple[float, float]:
+    """The Python of one operator of a pass, and around one kernel: of a chain so small that its kernels take no time.
+
+    Norms run many more kernels than gradients by themselves, and no more operators.
+    """
+    from psgrad.engine.gradients.ledger import traced
+    from psgrad.engine.gradients.per_sample import per_sample_gradients, per_sample_square_norms
+
+    names = [str(number) for number in range(6)]
+    params = {name: torch.ones(4, 4, device=device) for name in names}
+    x = torch.ones(2, 4, device=device)
+    call = clock.seconds(torch.ones(8, device=device).neg)
 
     def loss(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        for _ in range(6):
-            x = torch.nn.functional.linear(x, params["weight"]).relu()
+        for name in names:
+            x = torch.nn.functional.linear(x, params[name]).relu()
         return x.sum()
 
-    def norms(params: dict[str, torch.Tensor], x: torch.Tensor) -> Any:
-        return per_sample_square_norms(loss, params, x)
-
-    found = traced(norms, {"weight": weight}, x)
-    kernels = len(found.kernels)
-    alone = sum(1 for kernel in found.kernels if not kernel.is_view) * clock.seconds(torch.ones(8, device=device).neg)
-    return max((clock.seconds(lambda: norms({"weight": weight}, x)) - alone) / kernels, 1e-7)
+    found = []
+    for how in (per_sample_gradients, per_sample_square_norms):
+        way = partial(how, loss, params, x)
+        course = traced(lambda params, x, how=how: how(loss, params, x), params, x)  # type: ignore[misc]
+        computing = sum(1.0 if not kernel.is_view else 0.5 for kernel in course.kernels) * call
+        found.append((clock.seconds(way) - computing, course.operators, len(course.kernels)))
+    (less, operators, few), (more, _, many) = found
+    kernel = max((more - less) / max(many - few, 1), call / 4)
+    return max((less - few * kernel) / operators, kernel), kernel

@@ -49,10 +49,12 @@ class Machine:
         stream: (bytes of the result, bytes moved a second) of an elementwise product into fresh memory, by rising size.
         scattered: bytes moved a second where an index says where (gathers, scatters, pooling, sorting).
         transcendental: results a second of exponentials and their like.
+        pooling: places a second of the larger side of a pooling window's pass.
         convolution: share of the product rate that a convolution reaches; grouped_convolution: with the samples as its groups.
         attention: share of the product rate that fused attention reaches.
         call_seconds: of one kernel on nearly nothing.
-        operator_seconds: of the Python around one kernel, where a pass is not replayed.
+        operator_seconds: of the Python of one operator in the transforms, forward and back, where a pass is not replayed.
+        kernel_seconds: of the Python around one kernel there.
         asynchronous: whether calls return before their kernels are done, so that Python and kernels overlap.
     """
 
@@ -66,11 +68,13 @@ class Machine:
     stream: tuple[tuple[float, float], ...]
     scattered: float
     transcendental: float
+    pooling: float
     convolution: float
     grouped_convolution: float
     attention: float
     call_seconds: float
     operator_seconds: float
+    kernel_seconds: float
     asynchronous: bool = False
 
     def product_rate(self, dtype: torch.dtype) -> float:
@@ -109,7 +113,8 @@ class Machine:
     def convolution_seconds(self, operations: float, moved: float, dtype: torch.dtype, *, grouped: bool = False) -> float:
         """A convolution, or one of its derivatives, of so many operations."""
         share = self.grouped_convolution if grouped else self.convolution
-        return self.call_seconds + max(operations / (self.product_rate(dtype) * share), moved / self.bandwidth(moved / 3))
+        # what it moves, it moves before and after: libraries lay operands out anew
+        return self.call_seconds + operations / (self.product_rate(dtype) * share) + moved / self.bandwidth(moved / 4)
 
     def attention_seconds(self, operations: float, moved: float, dtype: torch.dtype) -> float:
         """Fused attention, or its derivative, of so many operations."""

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from psgrad.engine.gradients.costs import Machine
 from psgrad.engine.transforms.operators import Op
 
-Kind = Literal["view", "product", "convolution", "grouped convolution", "attention", "scattered", "transcendental", "stream"]
+Kind = Literal["view", "product", "convolution", "grouped convolution", "attention", "pooling", "scattered", "transcendental", "stream"]
 
 # fmt: off
 _TRANSCENDENTAL = frozenset({
@@ -21,16 +21,16 @@ _TRANSCENDENTAL = frozenset({
     "_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data", "bernoulli", "native_dropout", "normal",
     "uniform", "rand", "randn",
 })
-_GATHERS = frozenset({
-    "index", "index_select", "gather", "embedding", "take", "take_along_dim", "im2col", "unfold", "max_pool2d_with_indices", "sort",
-    "topk",
-})
-_SCATTERS = frozenset({
-    "index_add", "index_put", "index_copy", "scatter", "scatter_add", "scatter_reduce", "embedding_dense_backward", "col2im",
-    "max_pool2d_with_indices_backward", "unfold_backward", "masked_scatter", "cumsum", "nll_loss_backward", "avg_pool2d",
-    "avg_pool2d_backward",
+# Whole rows where an index says; single elements, of which each moves a cache line.
+_ROWS = frozenset({"index", "index_select", "embedding", "index_add", "index_put", "index_copy", "embedding_dense_backward", "cumsum"})
+_ELEMENTS = frozenset({"gather", "take", "take_along_dim", "scatter", "scatter_add", "scatter_reduce", "masked_scatter", "sort", "topk"})
+_WINDOWS = frozenset({"max_pool2d_with_indices", "avg_pool2d", "im2col", "col2im", "unfold_backward"})
+_FACTORIES = frozenset({
+    "new_zeros", "new_ones", "new_full", "new_empty", "zeros_like", "ones_like", "empty_like", "full_like", "nll_loss_forward",
+    "nll_loss_backward", "zeros", "ones", "full", "arange",
 })
 # fmt: on
+_LINE = 64  # bytes of a cache line
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,12 @@ class Kernel:
         if self.kind == "product":
             return machine.matmul_seconds(*self.sizes, self.dtype)
         if self.kind in ("convolution", "grouped convolution"):
-            return machine.convolution_seconds(self.operations, self.moved, self.dtype, grouped=self.kind == "grouped convolution")
+            moved = self.moved + 2 * self.workspace
+            return machine.convolution_seconds(self.operations, moved, self.dtype, grouped=self.kind == "grouped convolution")
         if self.kind == "attention":
             return machine.attention_seconds(self.operations, self.moved, self.dtype)
+        if self.kind == "pooling":
+            return machine.call_seconds + self.elements / machine.pooling
         if self.kind == "scattered":
             return machine.scattered_seconds(self.moved)
         if self.kind == "transcendental":
@@ -98,10 +101,14 @@ def kernel_of(op: Op, args: Any, kwargs: Any, results: Any, fresh: int) -> Kerne
         kind, operations, workspace = _convolution(name, args, made)
     elif "attention" in name and len(given) >= 3:
         kind, operations = "attention", _attention_operations(name, args)
-    elif name in _GATHERS:
-        kind, moved = "scattered", 2 * max(written, fresh)
-    elif name in _SCATTERS:
-        kind, moved = "scattered", 2 * min(read, max(written, fresh)) + fresh
+    elif name in _WINDOWS:
+        kind, elements = "pooling", max(x.numel() for x in (*given, *made))
+    elif name in _ROWS:
+        kind, moved = "scattered", 2 * max(min(read, written), fresh)
+    elif name in _ELEMENTS:
+        kind, moved = "scattered", _LINE * min(x.numel() for x in given if x.dim()) + (fresh if "scatter" in name else 0)
+    elif name in _FACTORIES:
+        moved = fresh
     elif name in _TRANSCENDENTAL:
         kind = "transcendental"
     return Kernel(name, kind, operations, moved, fresh, workspace, sizes, elements, dtype)
@@ -146,7 +153,8 @@ def _convolution(name: str, args: Any, made: list[torch.Tensor]) -> tuple[Kind, 
     wanted = (True, False, False) if forward else tuple(args[10])
     narrow = x if transposed else g
     each = 2.0 * narrow.shape[0] * math.prod(narrow.shape[2:]) * weight.numel()
-    operations = each if forward else each * (wanted[0] + wanted[1])
+    # The way back through a stride is a convolution at every place of the input.
+    operations = each if forward else each * (wanted[0] + wanted[1]) * math.prod(args[4])
     passes = [_workspace(x, weight, g, groups, "forward")] if forward else []
     if not forward and wanted[0]:
         passes.append(_workspace(g, weight, x, groups, "input"))

@@ -44,6 +44,7 @@ class Course:
 
     Attributes:
         kernels: in order.
+        operators: how many reached a level of the transforms, whose Python they cost.
         peak_bytes: the most memory that it has at a time, beyond its arguments and what it takes from outside; results are in it.
         result_bytes: what is left of that in the end.
         argument_bytes: the memory of its arguments.
@@ -51,6 +52,7 @@ class Course:
     """
 
     kernels: tuple[Kernel, ...]
+    operators: int
     peak_bytes: int
     result_bytes: int
     argument_bytes: int
@@ -63,7 +65,7 @@ class _Ledger(Watch):
     def __init__(self, random_states: RandomStates, inside: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__(random_states, inside)
         self.kernels: list[Kernel] = []
-        self.bytes = self.peak = 0
+        self.operators = self.bytes = self.peak = 0
         self._seen: dict[int, list[int]] = {}  # storage -> its bytes, and how many tensors see it
         self._given: dict[int, torch.Tensor] = {}  # storage -> a tensor of outside, which keeps it and is not counted
 
@@ -78,6 +80,9 @@ class _Ledger(Watch):
     def __torch_dispatch__(self, op: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_dispatch__(op, types, args, kwargs)
         if result is NotImplemented:
+            self.operators += 1
+            return result
+        if op.namespace == "prim":  # a question about a tensor without values, no kernel
             return result
         fresh = sum(self._enter(x) for x in tree_leaves(result) if isinstance(x, torch.Tensor))
         kernel = kernel_of(op, args, kwargs or {}, result, fresh)
@@ -129,7 +134,7 @@ def traced(function: Callable[..., Any], *args: Any, replayed: bool = False) -> 
     arguments = {
         x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tree_leaves(without_values) if isinstance(x, torch.Tensor)
     }
-    return Course(tuple(ledger.kernels), ledger.peak, ledger.bytes, sum(arguments.values()), result)
+    return Course(tuple(ledger.kernels), ledger.operators, ledger.peak, ledger.bytes, sum(arguments.values()), result)
 
 
 def _without_value(x: Any, mode: FakeTensorMode, ledger: _Ledger) -> Any:

@@ -33,11 +33,13 @@ _BUILT_IN = {
         stream=((1 << 10, 2e10), (1 << 14, 4e10), (1 << 18, 8e10), (1 << 22, 6e10), (1 << 24, 2.5e10), (1 << 26, 4e9)),
         scattered=8e9,
         transcendental=1e9,
+        pooling=2.5e8,
         convolution=0.6,
         grouped_convolution=0.4,
         attention=0.5,
         call_seconds=2e-6,
-        operator_seconds=2e-5,
+        operator_seconds=6e-5,
+        kernel_seconds=6e-6,
     ),
     "cuda": Machine(
         name="some GPU",
@@ -50,11 +52,13 @@ _BUILT_IN = {
         stream=((1 << 16, 1e11), (1 << 20, 8e11), (1 << 26, 2e12)),
         scattered=5e11,
         transcendental=2e11,
+        pooling=5e10,
         convolution=0.5,
         grouped_convolution=0.1,
         attention=0.4,
         call_seconds=3e-6,
-        operator_seconds=2e-5,
+        operator_seconds=6e-5,
+        kernel_seconds=6e-6,
         asynchronous=True,
     ),
 }
@@ -114,6 +118,7 @@ def built_in(device: torch.device) -> Machine:
         stream=tuple((size, rate * min(threads, 4)) for size, rate in found.stream),
         scattered=found.scattered * min(threads, 4),
         transcendental=found.transcendental * threads,
+        pooling=found.pooling * threads,
     )
 
 

@@ -70,13 +70,37 @@ def course_of(
     return course, max(0, course.argument_bytes - sum(each.values()))
 
 
-def seconds_of(course: Course, on: Machine, *, replayed: bool) -> float:
+def seconds_of(course: Course, on: Machine, *, replayed: bool = False) -> float:
     """What a course takes on a machine. Where calls return before their kernels are done, the slower of Python and kernels counts."""
     kernels = sum(kernel.seconds(on) for kernel in course.kernels)
     if replayed:
         return kernels
-    python = len(course.kernels) * on.operator_seconds
-    return max(kernels, python + len(course.kernels) * on.call_seconds) if on.asynchronous else kernels + python
+    python = course.operators * on.operator_seconds + len(course.kernels) * on.kernel_seconds
+    return max(kernels, python) if on.asynchronous else kernels + python
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What a model's own Python takes a chunk, and how much slower than priced its kernels are, from two small chunks that were run."""
+
+    python: float
+    share: float
+
+    def __call__(self, kernels: float) -> float:
+        """Seconds of a chunk whose kernels are priced at so many."""
+        return self.python + self.share * kernels
+
+
+# A price is not off by more: beyond that, something else than kernels was timed.
+_WORST_SHARE = 4.0
+
+
+def correction(small: tuple[float, float], large: tuple[float, float]) -> Correction:
+    """From (seconds priced, seconds taken) of two chunks, the second of more samples."""
+    (priced, taken), (priced_more, taken_more) = small, large
+    slope = (taken_more - taken) / (priced_more - priced) if priced_more > priced else 1.0
+    share = min(max(slope, 1 / _WORST_SHARE), _WORST_SHARE)
+    return Correction(max(0.0, min(taken - share * priced, taken_more - share * priced_more)), share)
 
 
 def chunk_for(trace_at: Callable[[int], Prediction], budget: int, most: int = 1024) -> int:
