@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from psgrad.engine.gradients import PerSampleGradients, per_sample_gradients, per_sample_square_norms
+from psgrad.engine.gradients import SquareNorms, per_sample_gradients, per_sample_square_norms, per_sample_weighted_sum
 from psgrad.engine.objective import Objective
 
 TASKS = ("norms", "clipped", "materialised")
@@ -65,19 +65,20 @@ def plain(problem: Problem) -> Way:
 def psgrad(problem: Problem) -> dict[str, Way]:
     objective = Objective(problem.model, F.cross_entropy)
 
-    def deferred() -> PerSampleGradients:
-        return per_sample_gradients(objective.loss, objective.params, (problem.inputs,), problem.target, has_aux=True)
-
     def norms() -> Tensor:
         found = per_sample_square_norms(objective.loss, objective.params, (problem.inputs,), problem.target, has_aux=True)
         return found.square_norms().sqrt()
 
+    def clip(norms: SquareNorms) -> Tensor:
+        return (problem.bound / norms.square_norms().sqrt()).clamp(max=1)
+
     def clipped() -> list[Tensor]:
-        gradients = deferred()
-        return list(gradients.weighted_sum((problem.bound / gradients.square_norms().sqrt()).clamp(max=1)).values())
+        arguments = (objective.loss, objective.params, (problem.inputs,), problem.target)
+        return list(per_sample_weighted_sum(*arguments, weights=clip, has_aux=True).sums.values())
 
     def materialised() -> list[Tensor]:
-        return list(deferred().materialise().values())
+        found = per_sample_gradients(objective.loss, objective.params, (problem.inputs,), problem.target, has_aux=True)
+        return list(found.materialise().values())
 
     return {"norms": norms, "clipped": clipped, "materialised": materialised}
 
