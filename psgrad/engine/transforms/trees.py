@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)})
 
 
 class Structure(NamedTuple):
-    """What is left of a tree without its leaves. `kind` None: a leaf; any other that is not plain: PyTorch's own description."""
+    """What is left of a tree without its leaves."""
 
-    kind: type | TreeSpec | None
+    kind: Any  # dict, tuple, list; None for a leaf; PyTorch's own description of anything else
     keys: tuple[Any, ...]
     parts: tuple[Structure, ...]
     leaves: int
@@ -62,7 +62,6 @@ def _put_together(leaves: Iterator[Any], structure: Structure) -> Any:
     if kind is tuple or kind is list:
         items = [_put_together(leaves, part) for part in structure.parts]
         return items if kind is list else tuple(items)
-    assert isinstance(kind, TreeSpec)
     return tree_unflatten([next(leaves) for _ in range(structure.leaves)], kind)
 
 
