@@ -12,7 +12,7 @@ import torch
 # Of the free memory, what a chunk may take: other programs want some, and no estimate is exact.
 _SHARE = 4
 # On a CPU, where larger chunks stop paying: what a chunk touches has left the caches long before.
-_CPU_CHUNK_BYTES = 256 << 20
+_CPU_CHUNK_BYTES = 128 << 20
 # Where nobody tells how much is free.
 _UNKNOWN = 2 << 30
 

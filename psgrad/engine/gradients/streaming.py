@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -17,6 +17,7 @@ import torch
 from psgrad.engine.gradients.loading import Batch, Chunk, Loader, Placed, Read, placed
 from psgrad.engine.gradients.memory import chunk_budget, is_out_of_memory
 from psgrad.engine.gradients.per_sample import per_sample_gradients, per_sample_square_norms
+from psgrad.engine.gradients.plan import chunk_for, predict
 from psgrad.engine.gradients.queries import PerSampleGradients
 from psgrad.engine.gradients.replay import Replay
 from psgrad.engine.transforms.program import Compiler
@@ -26,9 +27,8 @@ from psgrad.errors import ModelError, PsgradError
 _ROOM_PER_FACTOR_BYTE = 4
 _PROBE = 8
 _LARGEST_AUTO_CHUNK = 1024
-
-# (what is computed of a chunk, a few rows on the device, bytes) to the samples that fit; None where that can't be predicted.
-Sizer = Callable[[Callable[..., Any], Placed, int], int | None]
+# From so many rows on a prediction is worth its traces, each of which takes as long as some hundred rows do. Measured on CPUs.
+_PREDICTED_FROM = 2048
 
 
 class Measure(Protocol):
@@ -65,9 +65,9 @@ class Stream:
         loss: (params, inputs, target) of one sample to (loss, aux); see Objective.
         params: name -> parameter, on the device to compute on.
         read: (start, stop) to the rows in between. It is never called twice at once, yet from a thread of its own where it can be.
-        chunk_size: samples at a time; 'auto' takes a small chunk first and sizes the next ones by it.
+        chunk_size: samples at a time; 'auto' takes what fits `memory` by the prediction of plan.py. Where there are few rows, or the
+            pass can't be followed without running it, a small chunk comes first, and its factors are measured.
         memory: bytes that an automatic chunk may take; None for a share of what is free.
-        sizer: predicts an automatic chunk's size; without one, or where it can't, the first chunk's factors are measured.
         randomness: as for vmap.
         capture: whether chunks of one size may be replayed from a record of the first ones, where there are many to come; 'off'
             runs each by itself.
@@ -86,14 +86,13 @@ class Stream:
         *,
         chunk_size: int | Literal["auto"] = "auto",
         memory: int | None = None,
-        sizer: Sizer | None = None,
         randomness: str = "error",
         capture: Literal["auto", "off"] = "auto",
         compile: Compiler = "none",
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.loss, self.params, self.randomness, self.say = loss, params, randomness, say
-        self.memory, self.sizer = memory, sizer
+        self.memory = memory
         reference = next(iter(params.values()))
         self.device, self.dtype = reference.device, reference.dtype
         self.automatic = chunk_size == "auto"
@@ -159,7 +158,7 @@ class Stream:
 
     # -- a run -----------------------------------------------------------------------------------------------------------------------
 
-    def run(self, count: int, measures: Sequence[Measure]) -> Iterator[Columns]:
+    def run(self, count: int, measures: Sequence[Measure]) -> Generator[Columns]:
         """The measures' columns for the rows 0, ..., count - 1, in order."""
         waiting: list[Chunk | range] = []  # rows to go on with, read or not, the next ones last
         reached = 0
@@ -170,7 +169,7 @@ class Stream:
                 reached = max(reached, chunk.stop)
                 values = None
                 if isinstance(chunk, Chunk) and self.automatic:
-                    self._predict(loader, chunk, measures)
+                    self._predict(loader, chunk, measures, count)
                 if isinstance(chunk, Chunk) and len(chunk) <= self.chunk_size:
                     if not self.automatic and not any(isinstance(later, range) for later in waiting):
                         loader.expect(reached, min(reached + self.chunk_size, count))
@@ -261,17 +260,19 @@ class Stream:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _predict(self, loader: Loader, chunk: Chunk, measures: Sequence[Measure]) -> None:
-        """The chunk size by prediction, where there is one to be had."""
-        if self.sizer is None:
+    def _predict(self, loader: Loader, chunk: Chunk, measures: Sequence[Measure], count: int) -> None:
+        """The chunk size by prediction, where it is worth it or memory was given, and where there is one to be had."""
+        if self.memory is None and count < _PREDICTED_FROM:
             return
+        way = self._bound(self._way(measures))
         try:
-            size = self.sizer(self._way(measures), loader.place(chunk), chunk_budget(self.device, self.memory))
-        except Exception:  # a model that fails does so in the chunk itself, where the row is told
+            inputs, target = loader.place(chunk)
+            budget = chunk_budget(self.device, self.memory)
+            most = min(_LARGEST_AUTO_CHUNK, count)
+            self.chunk_size = chunk_for(lambda size: predict(way, self.params, inputs, target, size), budget, most)
+        except Exception:  # its course depends on data; or the model fails, and does so again where the row is told
             return
-        if size is not None:
-            self.automatic = False
-            self.chunk_size = max(1, min(_LARGEST_AUTO_CHUNK, size))
+        self.automatic = False
 
     def _size_chunks(self, gradients: PerSampleGradients) -> None:
         """The chunk size by what the first chunk's factors took."""

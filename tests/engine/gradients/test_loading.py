@@ -1,0 +1,325 @@
+"""Reading ahead: the same rows in the same order, from one reader at a time, beside the computation; and no thread left behind."""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from psgrad.engine.gradients.loading import Chunk, Loader
+from psgrad.engine.gradients.streaming import Stream
+from psgrad.engine.measures.norms import GradientNorms
+from psgrad.engine.objective import Objective
+from psgrad.errors import DataError, ModelError
+from psgrad.inputs.samples import Block
+
+ROWS = 40
+CPU = torch.device("cpu")
+
+
+def block(start: int, stop: int) -> Block:
+    """Rows that say which they are."""
+    return Block((torch.arange(start, stop).float().unsqueeze(1),), torch.zeros(stop - start))
+
+
+def chunks(loader: Loader, size: int, count: int = ROWS) -> Iterator[Chunk]:
+    """All chunks of a dataset, each next one expected before this one is used."""
+    with loader:
+        for start in range(0, count, size):
+            chunk = loader.take(start, min(start + size, count))
+            loader.expect(chunk.stop, min(chunk.stop + size, count))
+            yield chunk
+
+
+def rows_of(chunk: Chunk) -> list[int]:
+    assert chunk.inputs[0][:, 0].tolist() == list(chunk.rows)
+    return list(chunk.rows)
+
+
+def readers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "psgrad-reader"]
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left_behind() -> Iterator[None]:
+    yield
+    assert readers() == []
+
+
+def stream_of(read: Callable[[int, int], Any], criterion: Any = F.mse_loss, **options: Any) -> Stream:
+    objective = Objective(nn.Linear(1, 1), lambda output, target: criterion(output[0], target))
+    return Stream(objective.loss, objective.params, read, chunk_size=5, **options)
+
+
+def losses(stream: Stream, count: int = ROWS) -> Tensor:
+    return torch.cat([chunk.values["loss"] for chunk in stream.run(count, [GradientNorms()])])
+
+
+# Order and threads ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 7, 40, 100])
+def test_every_row_is_read_once_and_in_order(size: int) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def read(start: int, stop: int) -> Block:
+        asked.append((start, stop))
+        return block(start, stop)
+
+    assert [row for chunk in chunks(Loader(read, CPU, torch.float32), size) for row in rows_of(chunk)] == list(range(ROWS))
+    assert asked == [(start, min(start + size, ROWS)) for start in range(0, ROWS, size)]
+
+
+def test_one_chunk_is_read_ahead_and_no_more() -> None:
+    asked: list[int] = []
+    gate = threading.Event()
+
+    def read(start: int, stop: int) -> Block:
+        asked.append(start)
+        gate.set()
+        return block(start, stop)
+
+    for chunk in chunks(Loader(read, CPU, torch.float32), 10):
+        if chunk.stop < ROWS:
+            while chunk.stop not in asked:  # it is read while this one is in use
+                gate.wait(1)
+        time.sleep(0.01)
+        assert max(asked) <= chunk.stop
+
+
+def test_a_reader_is_never_called_twice_at_once_not_even_for_a_failure() -> None:
+    inside, most = 0, 0
+
+    def read(start: int, stop: int) -> Block:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        time.sleep(0.002)
+        inside -= 1
+        return block(start, stop)
+
+    def criterion(output: Tensor, target: Tensor) -> Tensor:
+        if calls.pop():
+            raise ValueError("this one")
+        return F.mse_loss(output, target)
+
+    calls = [True, True, False, False]  # the third chunk fails, and its first row alone
+    stream = stream_of(read, criterion)
+
+    def run() -> None:
+        for _ in stream.run(ROWS, [GradientNorms()]):
+            stream.load(3, 4)  # while the next chunk is being read
+
+    with pytest.raises(ModelError, match="raised ValueError on row 10: this one"):
+        run()
+    assert most == 1
+
+
+def test_reading_costs_no_time_beside_a_computation_that_takes_as_long() -> None:
+    pause, count = 0.1, 6
+    spent = {"reading": 0.0, "computing": 0.0}
+
+    def takes_long(what: str) -> None:
+        begin = time.perf_counter()
+        time.sleep(pause)
+        spent[what] += time.perf_counter() - begin
+
+    def read(start: int, stop: int) -> Block:
+        takes_long("reading")
+        return block(start, stop)
+
+    class Slow:
+        needs_factors = False
+
+        def columns(self, gradients: Any) -> dict[str, Tensor]:
+            takes_long("computing")
+            return {}
+
+        def keep(self) -> None:
+            pass
+
+    losses(stream_of(block), 5)  # what comes first is slow
+    begin = time.perf_counter()
+    assert len(list(stream_of(read).run(5 * count, [Slow()]))) == count
+    assert time.perf_counter() - begin < 0.9 * sum(spent.values())  # all but the first read, if the passes themselves took no time
+
+
+# What goes wrong ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", [0, 5, 17, 39])
+@pytest.mark.parametrize("error", [DataError("ragged"), ValueError("odd"), KeyError("x")])
+def test_an_error_of_the_reader_comes_after_the_rows_before_it(row: int, error: Exception) -> None:
+    def read(start: int, stop: int) -> Block:
+        if start <= row < stop:
+            raise error
+        return block(start, stop)
+
+    done: list[int] = []
+
+    def run() -> None:
+        for columns in stream_of(read).run(ROWS, [GradientNorms()]):
+            done.extend(range(columns.start, columns.stop))
+
+    with pytest.raises(type(error)) as caught:
+        run()
+    assert caught.value is error
+    assert done == list(range(row // 5 * 5))
+
+
+def test_a_reader_that_is_bound_to_its_thread_is_called_from_there() -> None:
+    table = sqlite3.connect(":memory:")  # refuses other threads than this one
+    table.execute("create table numbers (value real)")
+    table.executemany("insert into numbers values (?)", [(float(row),) for row in range(ROWS)])
+
+    def read(start: int, stop: int) -> Block:
+        found = table.execute("select value from numbers limit ? offset ?", (stop - start, start)).fetchall()
+        return Block((torch.tensor(found),), torch.zeros(stop - start))
+
+    said: list[str] = []
+    stream = stream_of(read, say=said.append)
+    torch.testing.assert_close(losses(stream), losses(Stream(stream.loss, stream.params, block, chunk_size=5)))
+    assert said == ["rows are read between chunks, not beside them: beside the computation the reader raised ProgrammingError"]
+    table.close()
+
+
+@pytest.mark.parametrize("after", [0, 2])
+def test_an_interrupt_ends_the_thread(after: int) -> None:
+    def criterion(output: Tensor, target: Tensor) -> Tensor:
+        if next(calls) == after:
+            raise KeyboardInterrupt
+        return F.mse_loss(output, target)
+
+    calls = iter(range(100))
+    with pytest.raises(KeyboardInterrupt):
+        losses(stream_of(block, criterion))
+
+
+def test_a_run_that_is_given_up_ends_the_thread() -> None:
+    running = stream_of(block).run(ROWS, [GradientNorms()])
+    next(running)
+    assert len(readers()) == 1
+    running.close()
+
+
+def test_no_thread_to_be_had_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    expected = losses(stream := stream_of(block))
+    monkeypatch.setattr(threading.Thread, "start", none)
+    said: list[str] = []
+    torch.testing.assert_close(losses(Stream(stream.loss, stream.params, block, chunk_size=5, say=said.append)), expected)
+    assert said == ["rows are read between chunks, not beside them: can't start new thread"]
+
+
+# Random numbers -------------------------------------------------------------------------------------------------------------------
+
+DRAWS: dict[str, Callable[[], float]] = {
+    "python": random.random,
+    "numpy": lambda: float(np.random.rand()),
+    "torch": lambda: float(torch.rand(())),
+}
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+def test_a_reader_that_draws_gets_the_numbers_that_it_would_get_alone(kind: str) -> None:
+    """The model's draws and the reader's come from one generator, in the order in which they would without a thread."""
+    draw = DRAWS[kind]
+
+    def seeded(read_ahead: bool) -> tuple[list[float], Tensor]:
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+        drawn: list[float] = []
+
+        def read(start: int, stop: int) -> Block:
+            drawn.append(draw())
+            time.sleep(0.001)
+            return block(start, stop)
+
+        def criterion(output: Tensor, target: Tensor) -> Tensor:
+            return F.mse_loss(output, target) * (torch.rand(()) if kind == "torch" else draw())
+
+        stream = stream_of(read, criterion, randomness="different", capture="off")
+        if read_ahead:
+            return drawn, losses(stream)
+        found = []
+        for start in range(0, ROWS, 5):
+            found.append(stream.gradients(start, start + 5).losses.double())
+        return drawn, torch.cat(found)
+
+    ahead, alone = seeded(True), seeded(False)
+    assert ahead[0] == alone[0]
+    torch.testing.assert_close(ahead[1], alone[1])
+
+
+def test_a_dataset_with_a_generator_of_its_own_is_read_ahead() -> None:
+    def draws() -> Callable[[int, int], Block]:
+        generator, own = np.random.default_rng(0), random.Random(0)
+
+        def read(start: int, stop: int) -> Block:
+            noise = torch.from_numpy(generator.normal(size=(stop - start, 1))).float() + own.random()
+            return Block((noise,), torch.zeros(stop - start))
+
+        return read
+
+    said: list[str] = []
+    stream = stream_of(draws(), say=said.append)
+    found = losses(stream)
+    assert said == []
+    alone = draws()
+    again = Stream(stream.loss, stream.params, lambda start, stop: alone(start, stop), chunk_size=5)
+    expected = torch.cat([again.gradients(start, start + 5).losses.double() for start in range(0, ROWS, 5)])
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_reader_that_draws_late_is_read_between_chunks_from_then_on() -> None:
+    threads: list[str] = []
+
+    def read(start: int, stop: int) -> Block:
+        threads.append(threading.current_thread().name)
+        if start >= 10:
+            random.random()
+        return block(start, stop)
+
+    said: list[str] = []
+    losses(stream_of(read, say=said.append))
+    assert [name == "psgrad-reader" for name in threads] == [False, True, True, *[False] * 5]
+    assert said == [
+        "rows are read between chunks, not beside them: reading them draws random numbers, which would fall in with the model's"
+    ]
+
+
+# On a GPU -------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="copies ahead are made to a GPU")
+def test_chunks_are_on_the_gpu_ahead_until_memory_is_short() -> None:
+    loader = Loader(block, torch.device("cuda"), torch.float64)
+    for place, chunk in enumerate(chunks(loader, 5)):
+        assert (chunk.on_device is not None) == (place in (1, 2))
+        (inputs,), target = loader.place(chunk)
+        assert inputs.device.type == "cuda"
+        assert (inputs.dtype, inputs.flatten().tolist()) == (torch.float64, list(chunk.rows))
+        assert target is not None
+        if place == 2:
+            assert loader.give_back()
+            assert not loader.give_back()
+
+
+def test_a_part_of_a_chunk_is_not_copied() -> None:
+    chunk = Chunk(range(10, 20), (torch.arange(10),), torch.arange(10))
+    part = chunk.part(3, 5)
+    assert (part.start, part.stop, part.inputs[0].tolist()) == (13, 15, [3, 4])
+    assert part.inputs[0].untyped_storage().data_ptr() == chunk.inputs[0].untyped_storage().data_ptr()
+    assert chunk.part(0, 10) is chunk
