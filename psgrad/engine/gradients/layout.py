@@ -1,82 +1,136 @@
-"""How a parameter's axes lie over those of a term: transposes and reshapes as bookkeeping, without touching a value."""
+"""How a parameter's axes lie over those of a term: transposes, reshapes and slices as bookkeeping, without touching a value."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
 
 @dataclass(frozen=True)
+class Run:
+    """Where the places of an axis lie in a longer one: at `start`, `start + step`, ..., of `size`."""
+
+    start: int
+    step: int
+    size: int
+
+    def covers(self, length: int) -> bool:
+        """Whether `length` places are the whole axis."""
+        return self.step == 1 and length == self.size
+
+    def end(self, length: int) -> int:
+        return self.start + (length - 1) * self.step + 1
+
+    def narrow(self, length: int, start: int, step: int, wanted: int) -> tuple[slice, Run] | None:
+        """Of `length` places of this run those among `wanted` places from `start` on: which they are, and where they lie among
+        those. None where the two steps don't go together; an empty slice where there are none.
+        """
+        if step == 1:
+            first = max(0, -(-(start - self.start) // self.step))
+            last = min(length - 1, (start + wanted - 1 - self.start) // self.step)
+            return slice(first, max(last + 1, first)), Run(self.start + first * self.step - start, self.step, wanted)
+        if self.step == 1:
+            first = max(0, -(-(self.start - start) // step))
+            last = min(wanted - 1, (self.start + length - 1 - start) // step)
+            begin = start + first * step - self.start
+            return slice(begin, max(begin + (last - first) * step + 1, begin), step), Run(first, 1, wanted)
+        return None
+
+
+@dataclass(frozen=True)
 class Layout:
-    """A relabelling of axes: canonical axes are cut into atoms, the atoms put in another order and grouped into axes again."""
+    """A relabelling of axes: canonical axes are cut into atoms, the atoms put in another order and grouped into axes again.
+
+    With a window, the result stands in a larger value that is zero everywhere else: the gradient of a slice.
+    """
 
     atoms: tuple[int, ...]  # sizes, in canonical order; their product is the number of elements
     order: tuple[int, ...]  # the atoms' places in the order of the labelled axes
-    shape: tuple[int, ...]  # the labelled axes: each is a run of atoms in that order
+    inner: tuple[int, ...]  # the labelled axes: each is a run of atoms in that order
+    window: tuple[Run, ...] | None = None  # for each labelled axis where its places lie in the parameter's
 
     @classmethod
     def identity(cls, shape: Sequence[int]) -> Layout:
         return cls(tuple(shape), tuple(range(len(shape))), tuple(shape))
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """The parameter's."""
+        return self.inner if self.window is None else tuple(run.size for run in self.window)
+
+    @property
     def is_identity(self) -> bool:
+        return self.window is None and self._is_ordered
+
+    @property
+    def _is_ordered(self) -> bool:
         return self.order == tuple(sorted(self.order))
+
+    @property
+    def bare(self) -> Layout:
+        """The same without the window."""
+        return self if self.window is None else replace(self, window=None)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The window, as an index into the parameter."""
+        if self.window is None:
+            return tuple(slice(0, size) for size in self.inner)
+        return tuple(slice(run.start, run.end(length), run.step) for run, length in zip(self.window, self.inner, strict=True))
 
     def apply(self, value: torch.Tensor, lead: int = 0) -> torch.Tensor:
         """[*lead, *canonical] -> [*lead, *shape]; `lead` axes in front are left alone."""
         front = value.shape[:lead]
         value = value.reshape((*front, *self.atoms))
-        if not self.is_identity:
+        if not self._is_ordered:
             value = value.permute(*range(lead), *(lead + i for i in self.order))
-        return value.reshape((*front, *self.shape))
+        value = value.reshape((*front, *self.inner))
+        for axis, (run, at) in enumerate(zip(self.window or (), self.slices, strict=False), lead):
+            if not run.covers(value.shape[axis]):
+                shape = [*value.shape[:axis], run.size, *value.shape[axis + 1 :]]
+                value = torch.ops.aten.slice_backward.default(value, shape, axis, at.start, at.stop, at.step)
+        return value
 
     def invert(self, value: torch.Tensor, canonical: Sequence[int], lead: int = 0) -> torch.Tensor:
-        """[*lead, *shape] -> [*lead, *canonical]."""
+        """[*lead, *shape] -> [*lead, *canonical]: the transpose of `apply`, and but for what lies outside a window its inverse."""
+        if self.window is not None:
+            value = value[(slice(None),) * lead + self.slices]
         front = value.shape[:lead]
         value = value.reshape((*front, *(self.atoms[i] for i in self.order)))
-        if not self.is_identity:
+        if not self._is_ordered:
             back = sorted(range(len(self.order)), key=lambda place: self.order[place])
             value = value.permute(*range(lead), *(lead + place for place in back))
         return value.reshape((*front, *canonical))
 
     def reshape(self, shape: Sequence[int]) -> Layout | None:
-        """The same elements under another shape, None where an axis would cut an atom unevenly."""
-        sizes = [self.atoms[i] for i in self.order]
-        if 0 in sizes or math.prod(sizes) != math.prod(shape):
-            return None
-        cuts = sorted(set(_suffix_products(sizes)) | set(_suffix_products(shape)), reverse=True)
-        if any(outer % inner for outer, inner in itertools.pairwise(cuts)):
-            return None
-        # each old atom is the run of new pieces between its own two cuts
-        pieces: dict[int, list[int]] = {}
-        bounds = [math.prod(sizes[k:]) for k in range(len(sizes) + 1)]
-        for place, atom in enumerate(self.order):
-            outer, inner = bounds[place], bounds[place + 1]
-            inside = [c for c in cuts if inner <= c <= outer]
-            pieces[atom] = [a // b for a, b in itertools.pairwise(inside)]
-        first: dict[int, int] = {}
-        atoms: list[int] = []
-        for atom in range(len(self.atoms)):
-            first[atom] = len(atoms)
-            atoms += pieces[atom]
-        order = [first[atom] + k for atom in self.order for k in range(len(pieces[atom]))]
-        return Layout(tuple(atoms), tuple(order), tuple(shape))
+        """The same elements under another shape, None where an axis would cut an atom unevenly, or a window would not be one."""
+        return _reshape(self, tuple(shape))
 
     def permute(self, dims: Sequence[int]) -> Layout | None:
-        groups = self._groups()
+        groups = self.groups()
         if groups is None:
             return None
-        return Layout(self.atoms, tuple(i for d in dims for i in groups[d]), tuple(self.shape[d] for d in dims))
+        window = None if self.window is None else tuple(self.window[d] for d in dims)
+        return Layout(self.atoms, tuple(i for d in dims for i in groups[d]), tuple(self.inner[d] for d in dims), window)
 
-    def _groups(self) -> list[list[int]] | None:
+    def embed(self, dim: int, start: int, step: int, size: int) -> Layout:
+        """The same in a larger value, of which the axis `dim` is `size` long."""
+        window = list(self.window) if self.window is not None else [Run(0, 1, length) for length in self.inner]
+        window[dim] = Run(start + window[dim].start * step, window[dim].step * step, size)
+        if all(run.covers(length) for run, length in zip(window, self.inner, strict=True)):
+            return self.bare
+        return replace(self, window=tuple(window))
+
+    def groups(self) -> list[list[int]] | None:
         """The atoms of each labelled axis."""
         groups: list[list[int]] = []
         rest = list(self.order)
-        for size in self.shape:
+        for size in self.inner:
             group: list[int] = []
             product = 1
             while product < size and rest:
@@ -90,5 +144,100 @@ class Layout:
         return groups
 
 
+@lru_cache(maxsize=4096)
+def _reshape(layout: Layout, shape: tuple[int, ...]) -> Layout | None:
+    if layout.window is not None:
+        window = _reshape_window(layout.window, layout.inner, shape)
+        if window is None:
+            return None
+        inner = _reshape(layout.bare, tuple(length for _, length in window))
+        return None if inner is None else replace(inner, window=tuple(run for run, _ in window))
+    sizes = [layout.atoms[i] for i in layout.order]
+    if 0 in sizes or math.prod(sizes) != math.prod(shape):
+        return None
+    cuts = sorted(set(_suffix_products(sizes)) | set(_suffix_products(shape)), reverse=True)
+    if any(outer % inner for outer, inner in itertools.pairwise(cuts)):
+        return None
+    # each old atom is the run of new pieces between its own two cuts
+    pieces: dict[int, list[int]] = {}
+    bounds = [math.prod(sizes[k:]) for k in range(len(sizes) + 1)]
+    for place, atom in enumerate(layout.order):
+        outer, inner_bound = bounds[place], bounds[place + 1]
+        inside = [c for c in cuts if inner_bound <= c <= outer]
+        pieces[atom] = [a // b for a, b in itertools.pairwise(inside)]
+    first: dict[int, int] = {}
+    atoms: list[int] = []
+    for atom in range(len(layout.atoms)):
+        first[atom] = len(atoms)
+        atoms += pieces[atom]
+    order = [first[atom] + k for atom in layout.order for k in range(len(pieces[atom]))]
+    return Layout(tuple(atoms), tuple(order), shape)
+
+
 def _suffix_products(sizes: Sequence[int]) -> list[int]:
     return [math.prod(sizes[k:]) for k in range(len(sizes) + 1)]
+
+
+def _reshape_window(window: Sequence[Run], inner: Sequence[int], shape: Sequence[int]) -> list[tuple[Run, int]] | None:
+    """For each axis of the new shape its run and how many places it has; None where the window is no such product of runs."""
+    if math.prod(shape) != math.prod(run.size for run in window) or 0 in inner or 0 in shape:
+        return None
+    out: list[tuple[Run, int]] = []
+    old, new = 0, 0
+    while old < len(window) or new < len(shape):
+        first, start = old, new  # the fewest old axes that make up some of the new
+        have = want = 1
+        if old < len(window):
+            have, old = window[old].size, old + 1
+        if new < len(shape):
+            want, new = shape[new], new + 1
+        while have != want:
+            if have < want:
+                have, old = have * window[old].size, old + 1
+            else:
+                want, new = want * shape[new], new + 1
+        flat = _joined(window[first:old], inner[first:old])
+        cut = None if flat is None else split_run(*flat, shape[start:new])
+        if cut is None:
+            return None
+        out += cut
+    return out
+
+
+def _joined(runs: Sequence[Run], lengths: Sequence[int]) -> tuple[int, int, int] | None:
+    """(start, step, length) of the places that runs along several axes are in the one axis that these make up."""
+    start, step, length = 0, 1, 1
+    behind = 1  # the size of the axes so far, from the last on
+    for run, count in zip(reversed(runs), reversed(lengths), strict=True):
+        if count == 1:
+            start += run.start * behind
+        elif length == 1:
+            start, step, length = start + run.start * behind, run.step * behind, count
+        elif start == 0 and step == 1 and length == behind and run.step == 1:
+            start, length = run.start * behind, count * behind
+        else:
+            return None
+        behind *= run.size
+    return start, step, length
+
+
+def split_run(start: int, step: int, length: int, sizes: Sequence[int]) -> list[tuple[Run, int]] | None:
+    """For each of the axes that one of prod(sizes) is cut into, its run and how many places it has, which together are those of
+    a run along the whole; None where there are no such runs.
+    """
+    out: list[tuple[Run, int]] = []
+    for place, size in enumerate(sizes):
+        inner = math.prod(sizes[place + 1 :])
+        last = start + (length - 1) * step
+        if start // inner == last // inner:  # all in one
+            out.append((Run(start // inner, 1, size), 1))
+            start %= inner
+        elif step % inner == 0:  # one in each
+            out.append((Run(start // inner, step // inner, size), length))
+            start, step, length = start % inner, 1, 1
+        elif step == 1 and start % inner == 0 and length % inner == 0:  # whole ones
+            out.append((Run(start // inner, 1, size), length // inner))
+            start, length = 0, inner
+        else:
+            return None
+    return out

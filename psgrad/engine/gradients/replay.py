@@ -13,7 +13,7 @@ from torch.utils._pytree import register_pytree_node, tree_flatten
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed
 from psgrad.engine.gradients.doubts import noting
 from psgrad.engine.gradients.queries import PerSampleGradients, SquareNorms
-from psgrad.engine.gradients.terms import Convolution, Dense, Product, Rows
+from psgrad.engine.gradients.terms import Convolution, Dense, Hadamard, Multiples, Product, Rows
 from psgrad.engine.transforms import generators
 from psgrad.engine.transforms.capture import Captured, capture
 from psgrad.engine.transforms.program import Compiler
@@ -42,6 +42,8 @@ _register(Placed, "term")
 _register(Dense, "value")
 _register(Product, "left", "right")
 _register(Rows, "index", "rows")
+_register(Multiples, "coefficients", "shared")
+_register(Hadamard, "term", "shared")
 _register(Convolution, "cotangents", "inputs")
 
 

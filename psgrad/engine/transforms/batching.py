@@ -26,7 +26,7 @@ from psgrad.engine.transforms.operators import (
     reshape_tracer,
     reshapes_in_place,
 )
-from psgrad.engine.transforms.rules.registry import batching_rule, decompose, shared_draw
+from psgrad.engine.transforms.rules.registry import batching_rule, decompose, known, shared_draw
 from psgrad.errors import TransformError
 
 RANDOMNESS = ("error", "same", "different")
@@ -127,12 +127,12 @@ class BatchLevel(AdoptingLevel):
             result = self._defer(self.deferral, op, args, kwargs)
             if result is not NotImplemented:
                 return result
-        operator = facts(op)
-        if operator.is_random and is_random(op, args, kwargs):
+        operator = known(op)
+        if operator.facts.is_random and is_random(op, args, kwargs):
             return self._draw(op, args, kwargs)
-        if operator.mutated or operator.mutated_kwargs:
+        if operator.writes:
             return self._in_place(op, args, kwargs)
-        rule = batching_rule(op)
+        rule = operator.batching
         if rule is None:
             return decompose(op, args, kwargs)
         result = rule(self.batch, op, *args, **kwargs)
@@ -156,7 +156,7 @@ class BatchLevel(AdoptingLevel):
         return traced(result, self)
 
     def _waiting(self, args: tuple[Any, ...]) -> bool:
-        for a in args:  # noqa: SIM110 (a generator would take twice the time)
+        for a in args:  # a generator would take twice the time
             if type(a) is BatchTracer and a.level is self and not isinstance(a.value, torch.Tensor):
                 return True
         return bool(args) and type(args[0]) is list and self._waiting(tuple(args[0]))

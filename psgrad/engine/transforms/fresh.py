@@ -83,6 +83,11 @@ def is_fresh(value: Any, level: BatchLevel) -> bool:
     return isinstance(value, FreshTracer) and value.level is level
 
 
+def is_shared(value: Any) -> bool:
+    """Whether a value is the same for all samples: one from outside, or made of nothing else and of what the function made itself."""
+    return not isinstance(value, Tracer) or (type(value) is FreshTracer and not isinstance(value.content(), Tracer))
+
+
 def process_fresh(level: BatchLevel, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An operator with fresh tensors among its arguments: as one on what they stand for."""
     operator = facts(op)

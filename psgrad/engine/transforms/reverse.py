@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms.derivatives import DerivativeLevel, DerivativeTracer, Position, hold
-from psgrad.engine.transforms.interpreter import Tracer, rewritten, tensors_in
+from psgrad.engine.transforms.fresh import is_shared
+from psgrad.engine.transforms.interpreter import handed_on, rewritten, tensors_in, top_level
 from psgrad.engine.transforms.kept import Kept
 from psgrad.engine.transforms.operators import Op, facts
 from psgrad.engine.transforms.record import Closure, Edge, Node
@@ -60,7 +61,7 @@ class GradLevel(DerivativeLevel):
 
     def lower(self, op: Op, values: Any, kwargs: Any) -> Any:
         if self.callers_grad_mode or not torch.is_grad_enabled():
-            return super().lower(op, values, kwargs)
+            return handed_on(top_level(values, kwargs), op, values, kwargs, self)
         with torch.set_grad_enabled(False):
             return super().lower(op, values, kwargs)
 
@@ -106,7 +107,7 @@ class GradLevel(DerivativeLevel):
                     closure = rule.closure(position, result, values, kwargs)
                     if closure is None:
                         continue  # the derivative with respect to this argument is zero
-                node.edges.append(Edge(tracer.node, tracer.output, position, closure, not isinstance(tracer.value, Tracer)))
+                node.edges.append(Edge(tracer.node, tracer.output, position, closure, is_shared(tracer.value)))
         finally:
             if grad_mode != self.callers_grad_mode:
                 torch._C._set_grad_enabled(grad_mode)

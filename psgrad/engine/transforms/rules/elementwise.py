@@ -169,7 +169,7 @@ def _log_where(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 def _where0(condition: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
     """g where the condition holds, else 0: also where g is infinite or nan, which a product with 0 would make nan."""
-    return torch.where(condition, g, torch.zeros((), dtype=g.dtype, device=g.device))
+    return torch.where(condition, g, 0)
 
 
 # What passes where a value lies on its bound is a choice, and PyTorch's has changed: up to 2.13 the value has all of it; since then a

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -147,8 +148,8 @@ def _index_select_batch(batch: Any, op: Op, x: torch.Tensor, dim: int, index: to
 
 
 def _index_select_back(out: torch.Tensor, x: torch.Tensor, dim: int, index: torch.Tensor) -> Any:
-    shape, dtype, device = x.shape, x.dtype, x.device
-    return lambda g: aten.index_add.default(torch.zeros(shape, dtype=dtype, device=device), dim, index, g) if len(shape) else g
+    shape = x.shape
+    return lambda g: aten.index_select_backward.default(g, shape, dim, index) if len(shape) else g
 
 
 define(aten.index_select.default, vjp={0: _index_select_back}, linear=(0,), batch=_index_select_batch)
@@ -175,6 +176,14 @@ define(
     },
     batch=_index_add_batch,
 )
+
+
+def _index_select_backward_batch(batch: Any, op: Op, g: torch.Tensor, shape: Sequence[int], dim: int, index: torch.Tensor) -> torch.Tensor:
+    zeros = torch.zeros(shape, dtype=g.dtype, device=g.device)
+    return _index_add_batch(batch, aten.index_add.default, zeros, dim, index, g)
+
+
+define(aten.index_select_backward.default, batch=_index_select_backward_batch)
 
 
 @replace(aten.index_fill.int_Scalar)
@@ -241,7 +250,24 @@ def _index_batch(batch: Any, op: Op, x: torch.Tensor, indices: Sequence[Any]) ->
 
 def _index_back(out: torch.Tensor, x: torch.Tensor, indices: Sequence[Any]) -> Any:
     shape, dtype, device = x.shape, x.dtype, x.device
+    given = [i for i, index in enumerate(indices) if index is not None]
+    if x.numel() and _adjacent(indices) and all(indices[i].dtype in (torch.int64, torch.int32) for i in given):
+        return lambda g: _add_at_places(g, shape, given[0], [indices[i] for i in given])
     return lambda g: aten.index_put.default(torch.zeros(shape, dtype=dtype, device=device), indices, g, True)
+
+
+def _add_at_places(g: torch.Tensor, shape: torch.Size, dim: int, indices: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Zeros of this shape, with `g` added at the places that indices of neighbouring axes name, of which the first is `dim`: as one
+    axis with one index, which says more to whoever wants to keep the two apart.
+    """
+    sizes = shape[dim : dim + len(indices)]
+    place = indices[0] % sizes[0]
+    for index, size in zip(indices[1:], sizes[1:], strict=True):
+        place = place * size + index % size
+    rank = place.dim()
+    one_axis = [*shape[:dim], math.prod(sizes), *shape[dim + len(indices) :]]
+    g = g.reshape(*g.shape[:dim], place.numel(), *g.shape[dim + rank :])
+    return aten.index_select_backward.default(g, one_axis, dim, place.reshape(-1)).reshape(shape)
 
 
 define(aten.index.Tensor, vjp={0: _index_back}, linear=(0,), batch=_index_batch)

@@ -334,7 +334,7 @@ def _norm_back(out: torch.Tensor, x: torch.Tensor, order: Any = 2, dims: Any = N
         # At zero the derivative is taken as zero, and what is divided by as one: 0 / 0 must not enter a second derivative.
         safe_norm = torch.where(norm == 0, torch.ones_like(norm), norm)
         if order == 2:
-            return torch.where(norm == 0, torch.zeros_like(x), g_wide * x / safe_norm)
+            return torch.where(norm == 0, 0, g_wide * x / safe_norm)
         size = torch.where(x == 0, torch.ones_like(norm), x.abs())
         return g_wide * torch.sgn(x) * (size / safe_norm) ** (order - 1)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -283,10 +285,20 @@ define(
 
 
 def _split_back(out: Sequence[torch.Tensor], x: torch.Tensor, size: Any, dim: int = 0) -> Callable[[list[Any]], torch.Tensor]:
-    shapes, dtype, device = [part.shape for part in out], x.dtype, x.device
-    return lambda gs: aten.cat.default(
-        [g if g is not None else torch.zeros(shape, dtype=dtype, device=device) for g, shape in zip(gs, shapes, strict=True)], dim
-    )
+    shape, sizes = x.shape, [part.shape[dim] for part in out]
+
+    def back(gs: list[Any]) -> torch.Tensor:
+        if all(g is not None for g in gs):
+            return aten.cat.default(gs, dim)
+        starts = itertools.accumulate(sizes, initial=0)
+        parts = [
+            aten.slice_backward.default(g, shape, dim, start, start + size, 1)
+            for g, start, size in zip(gs, starts, sizes, strict=False)
+            if g is not None
+        ]
+        return functools.reduce(aten.add.Tensor, parts)
+
+    return back
 
 
 define(
@@ -301,8 +313,15 @@ define(
 
 
 def _unbind_back(out: Sequence[torch.Tensor], x: torch.Tensor, dim: int = 0) -> Callable[[list[Any]], torch.Tensor]:
-    shape, dtype, device = out[0].shape, x.dtype, x.device
-    return lambda gs: aten.stack.default([g if g is not None else torch.zeros(shape, dtype=dtype, device=device) for g in gs], dim)
+    shape = x.shape
+
+    def back(gs: list[Any]) -> torch.Tensor:
+        if all(g is not None for g in gs):
+            return aten.stack.default(gs, dim)
+        parts = [aten.select_backward.default(g, shape, dim, place) for place, g in enumerate(gs) if g is not None]
+        return functools.reduce(aten.add.Tensor, parts)
+
+    return back
 
 
 define(aten.unbind.int, vjp={0: _unbind_back}, linear=(0,), batch=shifted(1, defaults={1: 0}))

@@ -1,0 +1,354 @@
+"""What stays factored: weights used in every way, the kinds of terms that arrive, and every query beside the one-sample loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from psgrad.engine.gradients import PerSampleGradients
+from psgrad.engine.gradients.deferral import DeferredGradient
+from psgrad.engine.gradients.per_sample import Pass
+from psgrad.engine.transforms import functional_call
+
+N = 3
+Params = dict[str, Tensor]
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def tokens(*shape: int, count: int) -> Tensor:
+    return torch.randint(count, shape)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A loss of one sample, how its parameters and samples are drawn, and the kinds of terms expected of each parameter."""
+
+    loss: Callable[..., Tensor]
+    draw: Callable[[], tuple[Params, tuple[Any, ...]]]
+    kinds: dict[str, str]
+
+
+def of(forward: Callable[..., Tensor], *inputs: tuple[int, ...], kinds: dict[str, str], **shapes: tuple[int, ...]) -> Program:
+    """`forward(x, ..., **parameters)`, with parameters of these shapes and inputs of one sample of those."""
+
+    def draw() -> tuple[Params, tuple[Any, ...]]:
+        return {name: randn(*shape) for name, shape in shapes.items()}, tuple(randn(N, *shape) for shape in inputs or ((4,),))
+
+    return Program(lambda params, *x: scalar(forward(*x, **params)), draw, kinds)
+
+
+def looking_up(forward: Callable[..., Tensor], *shape: int, kinds: dict[str, str], **shapes: tuple[int, ...]) -> Program:
+    """As `of`, with one input of indices below 5."""
+
+    def draw() -> tuple[Params, tuple[Any, ...]]:
+        return {name: randn(*sizes) for name, sizes in shapes.items()}, (tokens(N, *shape, count=5),)
+
+    return Program(lambda params, index: scalar(forward(index, **params)), draw, kinds)
+
+
+def module(make: Callable[[], nn.Module], *inputs: tuple[int, ...], kinds: dict[str, str]) -> Program:
+    """A module, called with inputs of these shapes, a batch of one; `kinds` may leave parameters out."""
+    made: list[nn.Module] = []
+
+    def draw() -> tuple[Params, tuple[Any, ...]]:
+        made[:] = [make().double().eval()]
+        params = {name: torch.randn_like(value) for name, value in made[0].named_parameters()}
+        return params, tuple(randn(N, *shape) for shape in inputs)
+
+    def loss(params: Params, *x: Tensor) -> Tensor:
+        return scalar(functional_call(made[0], params, tuple(value.unsqueeze(0) for value in x)))
+
+    return Program(loss, draw, kinds)
+
+
+def scalar(output: Any) -> Tensor:
+    while isinstance(output, tuple):
+        output = output[0]
+    return torch.tanh(output / 3).square().sum()
+
+
+class Attention(nn.Module):
+    """Multi-head attention to something else than what asks."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True, **options)
+
+    def forward(self, query: Tensor, memory: Tensor) -> Tensor:
+        return self.attention(query, memory, memory, need_weights=False)[0]
+
+
+class SelfAttention(Attention):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x, x)
+
+
+class Cells(nn.Module):
+    """A recurrent cell in a loop of the user's."""
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.cell = kind(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = self.cell(x[:, 0])
+        for time in range(1, x.shape[1]):
+            state = self.cell(x[:, time], state)
+        return state[0] if isinstance(state, tuple) else state
+
+
+class TiedModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.embedding(x.argsort(-1))))
+
+
+def spectral_norm() -> nn.Module:
+    return nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)).eval()
+
+
+def qkv(x: Tensor, w: Tensor) -> Tensor:
+    q, k, v = (F.linear(x, part) for part in w.chunk(3))
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+MASK = torch.rand(5, 4, generator=torch.Generator().manual_seed(0)).round().double()
+COLUMN = torch.linspace(-1, 2, 5, dtype=torch.float64)
+SHARED = torch.linspace(-1, 2, 20, dtype=torch.float64).reshape(4, 5)
+RECURRENT = dict.fromkeys(("weight_ih_l0", "weight_hh_l0"), "Product")
+
+PROGRAMS: dict[str, Program] = {
+    # -- parts of a weight
+    "rows": of(lambda x, w: F.linear(x, w[1:4]), w=(6, 4), kinds={"w": "Product"}),
+    "one row": of(lambda x, w: x * w[1], w=(6, 4), kinds={"w": "Dense"}),
+    "one matrix of a stack": of(lambda x, w: F.linear(x, w[1]), w=(3, 5, 4), kinds={"w": "Product"}),
+    "columns": of(lambda x, w: F.linear(x, w[:, 1:5]), w=(5, 8), kinds={"w": "Product"}),
+    "every other column": of(lambda x, w: F.linear(x, w[:, ::2]), w=(5, 8), kinds={"w": "Product"}),
+    "columns of rows": of(lambda x, w: F.linear(x, w[1:4, 2:6]), w=(6, 8), kinds={"w": "Product"}),
+    "rows of a transpose": of(lambda x, w: F.linear(x, w.t()[1:4]), w=(4, 6), kinds={"w": "Product"}),
+    "rows, reshaped": of(lambda x, w: F.linear(x, w.view(2, 3, 4)[1]), w=(6, 4), kinds={"w": "Product"}),
+    "overlapping rows": of(lambda x, w: F.linear(x, w[:4]) + F.linear(x.tanh(), w[2:]), (2, 4), w=(6, 4), kinds={"w": "Product + Product"}),
+    "a part and the whole": of(
+        lambda x, w: F.linear(x, w[2:]).sum(-1) + F.linear(x.tanh(), w).sum(-1), (2, 4), w=(6, 4), kinds={"w": "Product + Product"}
+    ),
+    "chunks": of(qkv, (3, 4), w=(12, 4), kinds={"w": "Product + Product + Product"}),
+    "split": of(
+        lambda x, w: torch.stack([F.linear(x, p) for p in w.split(3, 1)]).prod(0), (2, 3), w=(5, 6), kinds={"w": "Product + Product"}
+    ),
+    "one part of a split": of(lambda x, w: F.linear(x, w.split([2, 4])[1]), w=(6, 4), kinds={"w": "Product"}),
+    "unbind": of(lambda x, w: torch.stack([F.linear(x, p) for p in w.unbind()]).prod(0), w=(2, 5, 4), kinds={"w": "Product + Product"}),
+    "heads of a projection": of(lambda x, w: F.linear(x, w.view(2, 3, 4)[:, :2].flatten(0, 1)), w=(6, 4), kinds={"w": "Product"}),
+    "narrow": of(lambda x, w: F.linear(x, w.narrow(0, 1, 2)), w=(6, 4), kinds={"w": "Product"}),
+    # -- joined weights
+    "concatenated": of(lambda x, v, w: F.linear(x, torch.cat([v, w])), v=(2, 4), w=(3, 4), kinds={"v": "Product", "w": "Product"}),
+    "concatenated columns": of(lambda x, v, w: F.linear(x, torch.cat([v, w], 1)), v=(5, 1), w=(5, 3), kinds={"v": "Dense", "w": "Product"}),
+    "stacked": of(
+        lambda x, v, w: torch.einsum("i,hoi->ho", x, torch.stack([v, w])), v=(5, 4), w=(5, 4), kinds={"v": "Product", "w": "Product"}
+    ),
+    "padded": of(lambda x, w: F.linear(x, F.pad(w, (1, 0, 0, 2))), w=(3, 3), kinds={"w": "Product"}),
+    # -- relabelled
+    "transpose": of(lambda x, w: x @ w, (2, 4), w=(4, 5), kinds={"w": "Product"}),
+    "from a vector": of(lambda x, w: F.linear(x, w.view(5, 4)), w=(20,), kinds={"w": "Product"}),
+    "expanded": of(lambda x, w: F.linear(x, w.expand(5, 4)), w=(1, 4), kinds={"w": "Dense"}),
+    "repeated": of(lambda x, w: F.linear(x, w.repeat(2, 1)), (3, 4), w=(3, 4), kinds={"w": "Product"}),
+    "repeated by view": of(lambda x, w: F.linear(x, w.expand(2, 3, 4).reshape(6, 4)), (3, 4), w=(3, 4), kinds={"w": "Product"}),
+    "flipped": of(lambda x, w: F.linear(x, w.flip(0)), w=(5, 4), kinds={"w": "Product"}),
+    # -- sums and products with what is shared
+    "sum of two": of(lambda x, v, w: F.linear(x, v + w), v=(5, 4), w=(5, 4), kinds={"v": "Product", "w": "Product"}),
+    "sum with its transpose": of(lambda x, w: F.linear(x, w + w.t()), w=(4, 4), kinds={"w": "Product"}),
+    "sum with a row": of(lambda x, v, w: F.linear(x, v + w), v=(5, 4), w=(4,), kinds={"v": "Product", "w": "Dense"}),
+    "alpha": of(lambda x, v, w: F.linear(x, torch.sub(v, w, alpha=2)), v=(5, 4), w=(5, 4), kinds={"v": "Product", "w": "Product"}),
+    "times a number": of(lambda x, w: F.linear(x, w * 0.5), w=(5, 4), kinds={"w": "Product"}),
+    "times a column": of(lambda x, w: F.linear(x, w * COLUMN[:, None]), w=(5, 4), kinds={"w": "Product"}),
+    "over a column": of(lambda x, w: F.linear(x, w / (3 + COLUMN[:, None])), w=(5, 4), kinds={"w": "Product"}),
+    "times a column of parameters": of(lambda x, w, s: F.linear(x, s * w), w=(5, 4), s=(5, 1), kinds={"w": "Product", "s": "Dense"}),
+    "times a row of parameters": of(lambda x, w, s: F.linear(x, s * w), (3, 4), w=(5, 4), s=(4,), kinds={"w": "Product", "s": "Dense"}),
+    "times a scalar parameter": of(lambda x, w, s: F.linear(x, s * w), (3, 4), w=(5, 4), s=(), kinds={"w": "Product", "s": "Dense"}),
+    "times a mask": of(lambda x, w: F.linear(x, w * MASK), w=(5, 4), kinds={"w": "Hadamard"}),
+    "times a mask at positions": of(lambda x, w: F.linear(x, w * MASK), (9, 4), w=(5, 4), kinds={"w": "Hadamard"}),
+    "times a mask, and whole": of(lambda x, w: F.linear(x, w * MASK) * F.linear(x, w), (2, 4), w=(5, 4), kinds={"w": "Hadamard + Product"}),
+    "masked fill": of(lambda x, w: F.linear(x, w.masked_fill(MASK.bool(), 0.0)), w=(5, 4), kinds={"w": "Hadamard"}),
+    "where": of(lambda x, w: F.linear(x, torch.where(MASK.bool(), w, 1.0)), w=(5, 4), kinds={"w": "Hadamard"}),
+    "lower triangle": of(lambda x, w: F.linear(x, w.tril()), w=(4, 4), kinds={"w": "Hadamard"}),
+    "Hadamard product of two": of(lambda x, v, w: F.linear(x, v * w), v=(5, 4), w=(5, 4), kinds={"v": "Hadamard", "w": "Hadamard"}),
+    "through tanh": of(lambda x, w: F.linear(x, w.tanh()), (3, 4), w=(5, 4), kinds={"w": "Hadamard"}),
+    "times a matrix": of(lambda x, w: F.linear(x, SHARED @ w), w=(5, 4), kinds={"w": "Product"}),
+    "times a batch of matrices": of(
+        lambda x, w: torch.einsum("hi,hoi->ho", x, w @ SHARED.view(2, 2, 5)), (2, 5), w=(2, 3, 2), kinds={"w": "Product"}
+    ),
+    "times a vector": of(lambda x, w: x * (w @ SHARED[0]), (3, 4), w=(4, 5), kinds={"w": "Product"}),
+    "low-rank adapter": of(
+        lambda x, a, b: F.linear(x, SHARED.t() + b @ a), (3, 4), a=(2, 4), b=(5, 2), kinds={"a": "Product", "b": "Product"}
+    ),
+    "weight norm": of(
+        lambda x, v, g: F.linear(x, g * v / v.norm(dim=1, keepdim=True)),
+        (3, 4),
+        v=(5, 4),
+        g=(5, 1),
+        kinds={"v": "Multiples + Product", "g": "Dense"},
+    ),
+    "centred rows": of(lambda x, w: F.linear(x, w - w.mean(1, keepdim=True)), (3, 4), w=(5, 4), kinds={"w": "Multiples + Product"}),
+    "softmax of a weight": of(lambda x, w: F.linear(x, w.softmax(1)), w=(5, 4), kinds={"w": "Hadamard + Multiples"}),
+    "penalty": of(lambda x, w: F.linear(x, w).sum() + w.square().sum(), w=(5, 4), kinds={"w": "Multiples + Product"}),
+    "the weight alone": of(lambda x, w: w.square().sum() * x.sum(), w=(5, 4), kinds={"w": "Multiples"}),
+    # -- other contractions
+    "experts": of(lambda x, w: torch.bmm(x, w), (2, 3, 4), w=(2, 4, 5), kinds={"w": "Product"}),
+    "one for all experts": of(lambda x, w: torch.bmm(x, w.expand(2, 4, 5)), (2, 3, 4), w=(4, 5), kinds={"w": "Product"}),
+    "batched matrices by einsum": of(lambda x, w: torch.einsum("i,hio->ho", x, w), w=(2, 4, 3), kinds={"w": "Product"}),
+    "bilinear form": of(lambda x, w: torch.einsum("i,ij,j->", x, w, x), w=(4, 4), kinds={"w": "Product"}),
+    "bilinear by einsum": of(lambda x, y, w: torch.einsum("i,ijk,k->j", x, w, y), (4,), (3,), w=(4, 5, 3), kinds={"w": "Product"}),
+    "bilinear": of(lambda x, y, w: F.bilinear(x, y, w), (4,), (3,), w=(5, 4, 3), kinds={"w": "Product"}),
+    "matrix and kernel": of(
+        lambda x, w: F.conv2d(x, w.view(5, 4, 1, 1)).flatten(1).sum(1) + F.linear(x.mean((1, 2)), w),
+        (4, 2, 2),
+        w=(5, 4),
+        kinds={"w": "Convolution + Product"},
+    ),
+    "one kernel, two geometries": of(
+        lambda x, w: F.conv1d(x, w).sum() * F.conv1d(x, w, stride=2, padding=1).sum(),
+        (2, 6),
+        w=(3, 2, 3),
+        kinds={"w": "Convolution + Convolution"},
+    ),
+    "channels of a kernel": of(lambda x, w: F.conv1d(x, w[:3, 1:]), (2, 6), w=(5, 3, 3), kinds={"w": "Convolution"}),
+    "kernel times a mask": of(lambda x, w: F.conv1d(x, w * MASK[:4, None, :3]), (2, 6), w=(4, 2, 3), kinds={"w": "Hadamard"}),
+    "kernel times a column": of(lambda x, w: F.conv1d(x, w * COLUMN[:, None, None]), (2, 6), w=(5, 2, 3), kinds={"w": "Convolution"}),
+    "convolution's bias": of(lambda x, w, b: F.conv1d(x, w, b), (2, 6), w=(3, 2, 3), b=(3,), kinds={"w": "Convolution", "b": "Dense"}),
+    # -- tables
+    "rows by a shared index": of(lambda x, w: F.linear(x, w[torch.tensor([2, 0, 0, 5])]), w=(6, 4), kinds={"w": "Product"}),
+    "index_select": of(lambda x, w: F.linear(x, w.index_select(0, torch.tensor([2, 0, 5]))), w=(6, 4), kinds={"w": "Product"}),
+    "columns by a shared index": of(lambda x, w: F.linear(x, w[:, torch.tensor([2, 0, 0, 5])]), w=(5, 6), kinds={"w": "Product"}),
+    "table": looking_up(lambda i, w: F.embedding(i, w), 3, w=(5, 4), kinds={"w": "Rows"}),
+    "padded table": looking_up(lambda i, w: F.embedding(i, w, padding_idx=1), 3, w=(5, 4), kinds={"w": "Rows"}),
+    "table by indexing": looking_up(lambda i, w: w[i], 3, w=(5, 4), kinds={"w": "Rows"}),
+    "table by index_select": looking_up(lambda i, w: w.index_select(0, i), 3, w=(5, 4), kinds={"w": "Rows"}),
+    "columns by the sample's index": looking_up(lambda i, w: w[:, i], 3, w=(4, 5), kinds={"w": "Rows"}),
+    "elements by indices": looking_up(lambda i, w: w[i, i.flip(0)], 3, w=(5, 6), kinds={"w": "Rows"}),
+    "table behind a matrix": looking_up(lambda i, w, v: F.embedding(i, w @ v), 3, w=(5, 2), v=(2, 3), kinds={"w": "Rows", "v": "Product"}),
+    "scaled table": looking_up(lambda i, w, s: F.embedding(i, 2 * w * s), 3, w=(5, 4), s=(), kinds={"w": "Rows", "s": "Dense"}),
+    "masked table": looking_up(lambda i, w: F.embedding(i, w * MASK), 3, w=(5, 4), kinds={"w": "Rows"}),
+    "part of a table": looking_up(lambda i, w: F.embedding(i, w[2:]), 3, w=(7, 4), kinds={"w": "Rows"}),
+    "table of positions": looking_up(lambda i, w, p: F.embedding(i, w) + p[:3], 3, w=(5, 4), p=(9, 4), kinds={"w": "Rows", "p": "Dense"}),
+    "tied": looking_up(lambda i, w: F.linear(F.embedding(i, w).tanh(), w), 3, w=(5, 4), kinds={"w": "Product + Rows"}),
+    "partly tied": looking_up(lambda i, w: F.linear(F.embedding(i, w).tanh(), w[1:4]), 3, w=(5, 4), kinds={"w": "Product + Rows"}),
+    "tied by columns": looking_up(
+        lambda i, w: F.linear(F.embedding(i, w).tanh()[..., :3], w[:, :3]), 3, w=(5, 4), kinds={"w": "Product + Rows"}
+    ),
+    "tied transpose": looking_up(lambda i, w: F.embedding(i, w).tanh() @ w.t(), 3, w=(5, 4), kinds={"w": "Product + Rows"}),
+    "bags": looking_up(lambda i, w: F.embedding_bag(i, w, mode="sum"), 2, 3, w=(5, 4), kinds={"w": "Rows"}),
+    "bags, mean": looking_up(lambda i, w: F.embedding_bag(i, w, mode="mean", padding_idx=2), 2, 3, w=(5, 4), kinds={"w": "Rows"}),
+    "bags, max": looking_up(lambda i, w: F.embedding_bag(i, w, mode="max"), 2, 3, w=(5, 4), kinds={"w": "Rows"}),
+    "bags by offsets": looking_up(
+        lambda i, w: F.embedding_bag(i, w, torch.tensor([0, 1, 1]), mode="mean"), 5, w=(5, 4), kinds={"w": "Rows"}
+    ),
+    "weighted bags": looking_up(
+        lambda i, w, s: F.embedding_bag(i, w, mode="sum", per_sample_weights=s), 2, 3, w=(5, 4), s=(2, 3), kinds={"w": "Rows", "s": "Dense"}
+    ),
+    # -- precision
+    "cast down": of(lambda x, w: F.linear(x.float(), w.float()), (3, 4), w=(5, 4), kinds={"w": "Product"}),
+    # -- modules
+    "attention, packed": module(
+        SelfAttention, (3, 4), kinds={"attention.in_proj_weight": "Product", "attention.out_proj.weight": "Product"}
+    ),
+    "attention across": module(Attention, (3, 4), (2, 4), kinds={"attention.in_proj_weight": "Product + Product"}),
+    "attention, own widths": module(
+        lambda: Attention(kdim=3, vdim=3),
+        (2, 4),
+        (5, 3),
+        kinds={f"attention.{name}_proj_weight": "Product" for name in "qkv"},
+    ),
+    "attention with learned keys": module(lambda: Attention(add_bias_kv=True), (3, 4), (2, 4), kinds={"attention.bias_k": "Dense"}),
+    "encoder layer": module(
+        lambda: nn.TransformerEncoderLayer(4, 2, 6, batch_first=True),
+        (3, 4),
+        kinds={"self_attn.in_proj_weight": "Product", "linear1.weight": "Product", "norm1.weight": "Dense"},
+    ),
+    "LSTM": module(lambda: nn.LSTM(3, 2, batch_first=True), (4, 3), kinds=RECURRENT),
+    "GRU": module(lambda: nn.GRU(3, 2, batch_first=True), (4, 3), kinds=RECURRENT),
+    "RNN": module(lambda: nn.RNN(3, 2, batch_first=True), (4, 3), kinds=RECURRENT),
+    "LSTM cells": module(lambda: Cells(nn.LSTMCell), (3, 3), kinds={"cell.weight_ih": "Product", "cell.weight_hh": "Product"}),
+    "GRU cells": module(lambda: Cells(nn.GRUCell), (3, 3), kinds={"cell.weight_ih": "Product", "cell.weight_hh": "Product"}),
+    "torch's weight norm": module(
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)),
+        (2, 4),
+        kinds={
+            "parametrizations.weight.original0": "Dense",
+            "parametrizations.weight.original1": "Multiples + Product",
+            "bias": "Dense",
+        },
+    ),
+    "torch's old weight norm": module(
+        lambda: torch.nn.utils.weight_norm(nn.Linear(4, 3)),
+        (2, 4),
+        kinds={"weight_g": "Dense", "weight_v": "Multiples + Product"},
+    ),
+    "spectral norm": module(spectral_norm, (2, 4), kinds={"parametrizations.weight.original": "Multiples + Product"}),
+    "tied model": module(TiedModel, (5,), kinds={"embedding.weight": "Product + Rows"}),
+    "layer norm": module(lambda: nn.LayerNorm(4), (3, 4), kinds={"weight": "Dense", "bias": "Dense"}),
+    "group norm": module(lambda: nn.GroupNorm(2, 4), (4, 3), kinds={"weight": "Dense", "bias": "Dense"}),
+}
+
+
+def gradients_of(program: Program, params: Params, batch: tuple[Any, ...]) -> PerSampleGradients:
+    """The gradients as the pass back leaves them, before small ones are written out."""
+    found: dict[str, DeferredGradient] = {}
+    losses, _ = Pass(program.loss, params, batch, 0, False, "error").run(found.__setitem__)
+    return PerSampleGradients({name: found[name] for name in params}, losses)
+
+
+def kinds_of(grads: PerSampleGradients) -> dict[str, str]:
+    """name -> the kinds of its terms, in alphabetical order."""
+    return {name: " + ".join(sorted(type(p.term).__name__ for p in gradient.terms)) for name, gradient in grads.gradients.items()}
+
+
+def one_by_one(program: Program, params: Params, batch: tuple[Any, ...]) -> Params:
+    """name -> [n, *shape], by one backward pass a sample."""
+    leaves = {name: value.clone().requires_grad_() for name, value in params.items()}
+    rows = [
+        torch.autograd.grad(program.loss(leaves, *(x[sample] for x in batch)), list(leaves.values()), materialize_grads=True)
+        for sample in range(N)
+    ]
+    return {name: torch.stack(column) for name, column in zip(leaves, zip(*rows, strict=True), strict=True)}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_stays_factored(name: str) -> None:
+    program = PROGRAMS[name]
+    params, batch = program.draw()
+    kinds = kinds_of(gradients_of(program, params, batch))
+    assert {key: kinds[key] for key in program.kinds} == program.kinds
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_queries_of_a_weight_used_in_any_way(name: str) -> None:
+    program = PROGRAMS[name]
+    params, batch = program.draw()
+    grads = gradients_of(program, params, batch)
+    expected = one_by_one(program, params, batch)
+    single = name == "cast down"  # the products are float32's
+    weights, vector = torch.rand(N, dtype=torch.float64), {key: torch.randn_like(value) for key, value in params.items()}
+    found, sums, norms = grads.materialise(), grads.weighted_sum(weights), grads.square_norms(per="parameter")
+    for key, value in expected.items():
+        close(found[key], value, single)
+        close(sums[key], torch.einsum("n,n...->...", weights, value), single)
+        close(norms[key], value.flatten(1).square().sum(1) if value.dim() > 1 else value.square(), single)
+        close(grads.dot({key: vector[key]}), (value * vector[key]).reshape(N, -1).sum(1), single)
+
+
+def close(actual: Tensor, expected: Tensor, single: bool = False) -> None:
+    scale = expected.abs().max().item() or 1.0
+    assert actual.shape == expected.shape
+    assert (actual.double() - expected).abs().max().item() <= (1e-5 if single else 1e-10) * scale
