@@ -7,7 +7,7 @@ import math
 import torch
 
 from psgrad.engine.gradients.placed import DeferredGradient, Placed
-from psgrad.engine.gradients.terms import Dense, Rows, Term, accumulating_dtype
+from psgrad.engine.gradients.terms import Dense, Term, accumulating_dtype
 
 
 def settled(gradient: DeferredGradient) -> DeferredGradient:
@@ -18,7 +18,7 @@ def settled(gradient: DeferredGradient) -> DeferredGradient:
     """
     if gradient.dtype != accumulating_dtype(gradient.dtype):  # a value in halves would have lost digits that factors in halves have
         return gradient
-    if not gradient.terms or not all(_written_out_is_smaller(placed.term, gradient.dtype) for placed in gradient.terms):
+    if len(gradient.terms) != 1 or not _written_out_is_smaller(gradient.terms[0].term, gradient.dtype):
         return gradient
     return gradient.with_terms([Placed.plain(Dense(gradient.materialise(), written_out=True))])
 
@@ -26,7 +26,5 @@ def settled(gradient: DeferredGradient) -> DeferredGradient:
 def _written_out_is_smaller(term: Term, dtype: torch.dtype) -> bool:
     if isinstance(term, Dense) or not term.samples:
         return False
-    if isinstance(term, Rows):  # of a small table: adding rows up costs less than sorting their indices
-        return term.count <= term.index.shape[1]
     kept = sum(factor[0].numel() * factor.element_size() for factor in term.factors)
     return term.describe() == "materialise" and math.prod(term.shape) * dtype.itemsize <= kept

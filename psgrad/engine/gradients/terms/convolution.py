@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,10 +10,13 @@ from typing import Any
 
 import torch
 
+from psgrad.engine.gradients.costs import Cost, Machine
+from psgrad.engine.gradients.machines import machine
 from psgrad.engine.gradients.terms.base import (
     Term,
     accumulating,
     accumulating_dtype,
+    block_bytes,
     blocks,
     joined,
     square_norm,
@@ -32,9 +36,6 @@ from psgrad.engine.transforms.rules.windows import (
 )
 
 aten = torch.ops.aten
-
-# What an addition along a diagonal of the pixels' Gram matrix takes, as multiply-adds of a matrix product: it is all memory.
-_ADDITION = 16
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,6 @@ class Convolution(Term):
         patches, cotangents = as_matrices(self.cotangents, self.inputs, self.weight_shape, self.geometry)
         return Product(cotangents, patches)
 
-    def _gram_elements(self) -> int:
-        """Numbers in a sample's Gram matrices of pixels and of positions."""
-        _, positions, pixels = self._sizes()
-        return self.geometry.groups * (pixels * pixels + 2 * positions * positions)
-
     def _sizes(self) -> tuple[int, int, int]:
         """(places of the kernel, positions, pixels of the padded input), inner batch included."""
         narrow, wide = (self.inputs, self.cotangents) if self.geometry.transposed else (self.cotangents, self.inputs)
@@ -75,13 +71,13 @@ class Convolution(Term):
         reach = padded_sides(wide.shape[3:], self.weight_shape[2:], positions, self.geometry)
         return math.prod(self.weight_shape[2:]), inner * math.prod(positions), inner * math.prod(reach)
 
-    def _gram_is_cheaper(self) -> bool:
-        """Multiplications and additions: p*p*columns + t*t*rows for the Gram matrices of p pixels and t positions, and some additions for
-        each place of the kernel; written out, t*rows*columns for each place."""
+    def ways(self) -> dict[str, Cost]:
+        """Gram matrices of p pixels and t positions cost p*p*columns + t*t*rows a group and one addition of p*p for each step along an
+        axis of the kernel; writing the value out t*rows*columns for each of its places."""
         places, positions, pixels = self._sizes()
-        rows, columns = self.weight_shape[0] // self.geometry.groups, self.weight_shape[1]
-        additions = _ADDITION * sum(self.weight_shape[2:]) * pixels * pixels
-        return pixels * pixels * columns + positions * positions * rows + additions <= positions * rows * columns * places
+        grouped = grouped_kernel_is_fast(self.cotangents, self.weight_shape, self.geometry)
+        sizes = self.geometry.groups, places, sum(self.weight_shape[2:]), positions, pixels, *self.weight_shape[:2]
+        return _norm_ways(machine(self.device), *sizes, accumulating_dtype(self.dtype), grouped, block_bytes(self.device))
 
     def _blocks(self) -> Iterator[slice]:
         """Samples whose weight gradients, and patches where they have to be written out, fit a block."""
@@ -92,11 +88,12 @@ class Convolution(Term):
         return blocks(self.samples, elements * max(self.dtype.itemsize, 4), self.device)
 
     def square_norms(self) -> torch.Tensor:
-        if not self._gram_is_cheaper():
+        ways = self.ways()
+        if self.way() == "materialise":
             return self.materialised_square_norms()
         kind = accumulating_dtype(self.dtype)
         parts = []
-        for block in blocks(self.samples, self._gram_elements() * kind.itemsize, self.device):
+        for block in blocks(self.samples, ways["gram"].bytes, self.device):
             some = self.at(block, kind)
             cotangents, patches = grams(some.cotangents, some.inputs, self.weight_shape, self.geometry)
             parts.append(sums_of_grams(some, cotangents, patches, self.geometry.groups))
@@ -141,5 +138,34 @@ class Convolution(Term):
         cotangents, inputs = torch.cat([term.cotangents for term in every], 1), torch.cat([term.inputs for term in every], 1)
         return Convolution(cotangents, inputs, self.weight_shape, self.geometry)
 
-    def describe(self) -> str:
-        return "gram" if self._gram_is_cheaper() else "materialise"
+
+@functools.lru_cache(maxsize=4096)
+def _norm_ways(
+    on: Machine,
+    groups: int,
+    places: int,
+    steps: int,
+    positions: int,
+    pixels: int,
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    grouped: bool,
+    block: int,
+) -> dict[str, Cost]:
+    """The ways to a convolution's squared norms: `places` of the kernel, `steps` along all its axes together, `rows` of all groups."""
+    item, each = dtype.itemsize, rows // groups
+    grams, value = groups * (pixels**2 + 2 * positions**2) * item, rows * columns * places * item
+    n = max(1, block // grams)
+    by_grams = on.matmul_seconds(n * groups, pixels, pixels, columns, dtype) + on.matmul_seconds(
+        n * groups, positions, positions, each, dtype
+    )
+    by_grams += on.stream_seconds(3 * steps * n * groups * pixels**2 * item, n * grams) + on.stream_seconds(2 * n * grams, n * grams)
+    m = max(1, block // value)
+    if grouped:
+        moved = (positions * rows + pixels * columns * groups) * item + value
+        written = on.convolution_seconds(2.0 * m * positions * rows * columns * places, m * moved, dtype, grouped=True)
+    else:
+        written = places * on.matmul_seconds(m * groups, each, columns, positions, dtype)
+    written += on.stream_seconds(m * value, m * value)
+    return {"gram": Cost(by_grams / n, grams), "materialise": Cost(written / m, value)}

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.gradients.terms.base import Term, accumulating, square_norm, sum_of_products
+from psgrad.engine.gradients.costs import Cost
+from psgrad.engine.gradients.machines import machine
+from psgrad.engine.gradients.terms.base import Term, accumulating, accumulating_dtype, square_norm, sum_of_products
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Rows(Term):
         n, positions, columns = rows.shape
         if positions == 1:
             return square_norm(rows)
+        if self._table_is_smaller:
+            return self.materialised_square_norms()
         # rows of one sample with the same index are added first: linear in the positions, and nothing cancels afterwards
         index, order = self.index.sort(1)
         ranks = torch.cat([torch.zeros_like(index[:, :1]), (index[:, 1:] != index[:, :-1]).cumsum(1)], 1)  # among the sample's indices
@@ -71,5 +75,14 @@ class Rows(Term):
         every = (self, *others)
         return Rows(torch.cat([term.index for term in every], 1), torch.cat([term.rows for term in every], 1), self.count)
 
+    def ways(self) -> dict[str, Cost]:
+        size = self.rows.shape[1] * self.rows.shape[2] * accumulating_dtype(self.dtype).itemsize
+        return {"index": Cost(machine(self.device).scattered_seconds(4 * size), size)}
+
+    @property
+    def _table_is_smaller(self) -> bool:
+        """Then adding the rows up in a table costs less than sorting their indices, and takes no more room than they do."""
+        return self.count <= self.index.shape[1]
+
     def describe(self) -> str:
-        return "index"
+        return "materialise" if self._table_is_smaller else "index"
