@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +32,8 @@ _Base: Any = next(kind for kind in torch._C._FunctionBase.__subclasses__() if ki
 _Function: Any = next(kind for kind in _Base.__subclasses__() if kind.__name__ == "Function")
 _IN_TWO_STEPS = isinstance(vars(_Function)["apply"], classmethod)  # the first in Python, which completes the arguments
 _Host: Any = _Base if _IN_TWO_STEPS else _Function
+if not _IN_TWO_STEPS:  # one that was bound before may run at any time
+    type(state).forwards = 1
 
 
 class Context:
@@ -113,7 +115,7 @@ class _Application(Ruled):
         return super().run(args)
 
     def _forward(self, args: Flat) -> Flat:
-        with torch.no_grad():
+        with torch.no_grad(), _forward_runs():
             return self._flat(self.kind.forward(*args))
 
     def _flat(self, result: Any) -> Flat:
@@ -244,7 +246,20 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         full, by_keyword = (args, kwargs) if _IN_TWO_STEPS else _completed(cls.forward, args, kwargs)
         if not by_keyword:
             return applied(cls, full)
-    return super(_Base, cls).apply(*args, **kwargs)
+    if not state.stack:
+        return super(_Base, cls).apply(*args, **kwargs)
+    with _forward_runs():
+        return super(_Base, cls).apply(*args, **kwargs)
+
+
+@contextmanager
+def _forward_runs() -> Iterator[None]:
+    """Where an operator finds itself recorded, it is now to be found out whether it is the forward of a Function that calls it."""
+    state.forwards += 1
+    try:
+        yield
+    finally:
+        state.forwards -= 1
 
 
 def _completed(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

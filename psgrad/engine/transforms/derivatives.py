@@ -14,7 +14,7 @@ import torch
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.adoption import AdoptingLevel
-from psgrad.engine.transforms.interpreter import Tracer, map_tracers, strides_of, tensors_in
+from psgrad.engine.transforms.interpreter import SEVERAL, TRACER, Tracer, kinds, map_tracers, state, strides_of, tensors_in
 from psgrad.engine.transforms.operators import (
     Op,
     aten,
@@ -25,7 +25,7 @@ from psgrad.engine.transforms.operators import (
     reshape_tracer,
     reshapes_in_place,
 )
-from psgrad.engine.transforms.rules.registry import DerivativeRule, decompose, decomposition_of, derivative_rule, is_constant, taken_apart
+from psgrad.engine.transforms.rules.registry import DerivativeRule, decompose, decomposition_of, known
 from psgrad.engine.transforms.rules.views import write_through
 from psgrad.errors import TransformError
 
@@ -109,17 +109,17 @@ class DerivativeLevel(AdoptingLevel):
         return self.lower(op, args, kwargs)
 
     def process(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        operator = facts(op)
+        operator = known(op)
         if self.reads is not None:
             self.reads.note(tensors_in(args, kwargs))
-        if operator.mutated or operator.mutated_kwargs:
+        if operator.writes:
             return self._in_place(op, args, kwargs)
-        inputs = self.inputs(args)
+        inputs, values = self.opened(args)
         by_keyword = bool(kwargs) and any(self.owns(v) and v.varies for v in kwargs.values())
-        follows = (inputs or by_keyword) and not is_constant(op) and (self.reads is None or self.reads.follows)
+        follows = (inputs or by_keyword) and not operator.constant and (self.reads is None or self.reads.follows)
         if follows:
             follows = self.is_on()
-            if name := diagnostics.running_autograd_function(inside=torch.is_grad_enabled()):
+            if state.forwards and (name := diagnostics.running_autograd_function(inside=torch.is_grad_enabled())):
                 raise TransformError(
                     f"torch.autograd.Function {name} is used in the transformed function{diagnostics.where()}",
                     expected="operators that psgrad sees; the backward of such a Function is invisible to it",
@@ -129,49 +129,60 @@ class DerivativeLevel(AdoptingLevel):
                 )
         if not follows:
             # Composite operators may return views or write in place: taken apart, their pieces are handled one by one.
-            if taken_apart(op):
+            if operator.taken_apart:
                 return decompose(op, args, kwargs)
-            result = self.lower(op, self.unwrap(args), self.unwrap(kwargs) if kwargs else kwargs)
+            result = self.lower(op, values, self.unwrap(kwargs) if kwargs else kwargs)
             result = self.constant(result) if isinstance(result, torch.Tensor) else map_tracers(self.constant, result)
         else:
-            rule = derivative_rule(op)
+            rule = operator.derivative
             if rule is None or by_keyword:
                 return decompose(op, args, kwargs)
             custom = rule.instead(self, args, kwargs) if rule.instead is not None else None
             if custom is not None:
                 return custom
-            result = self.apply(rule, op, self.unwrap(args), self.unwrap(kwargs) if kwargs else kwargs, inputs)
-        return self.remember_views(op, args, kwargs, result) if operator.is_view else result
+            result = self.apply(rule, op, values, self.unwrap(kwargs) if kwargs else kwargs, inputs)
+        return self.remember_views(op, args, kwargs, result) if operator.facts.is_view else result
 
     def inputs(self, args: tuple[Any, ...]) -> list[tuple[Position, Any]]:
         """The tracers of this level with a derivative among an operator's arguments, each with its position."""
+        return self.opened(args)[0]
+
+    def opened(self, args: tuple[Any, ...]) -> tuple[list[tuple[Position, Any]], tuple[Any, ...]]:
+        """(the tracers of this level with a derivative, each with its position; the arguments with what such tracers stand for)"""
         found: list[tuple[Position, Any]] = []
+        values: list[Any] = []
         for position, argument in enumerate(args):
-            if isinstance(argument, DerivativeTracer):
+            kind = kinds[type(argument)]
+            if kind == TRACER:
                 if argument.level is self:
                     if argument.view_of is not None:
                         self.refresh(argument)
                     if argument.varies:
                         found.append((position, argument))
-            elif isinstance(argument, (list, tuple)):
+                    argument = argument.value
+            elif kind == SEVERAL and argument and type(argument[0]) is not int:  # most lists are sizes
                 for place, item in enumerate(argument):
                     if isinstance(item, DerivativeTracer) and item.level is self:
                         self.refresh(item)
                         if item.varies:
                             found.append(((position, place), item))
-        return found
+                argument = self.unwrap(argument)
+            values.append(argument)
+        return found, tuple(values)
 
     def unwrap(self, tree: Any) -> Any:
         """An operator's arguments with what the tracers of this level stand for in their place."""
-        if isinstance(tree, DerivativeTracer):
+        kind = kinds[type(tree)]
+        if kind == TRACER:
             if tree.level is self:
                 if tree.view_of is not None:
                     self.refresh(tree)
                 return tree.value
-        elif isinstance(tree, tuple):
-            return tuple([self.unwrap(item) for item in tree])
-        elif isinstance(tree, list):
-            return [self.unwrap(item) for item in tree]
+        elif kind == SEVERAL:
+            if not tree or type(tree[0]) is int:
+                return tree
+            items = [self.unwrap(item) for item in tree]
+            return items if isinstance(tree, list) else tuple(items)
         elif isinstance(tree, dict):
             return {key: self.unwrap(item) for key, item in tree.items()}
         return tree

@@ -55,6 +55,9 @@ class _State(threading.local):
         # What is needed by records that are used later (see kept.py): told of what is written to.
         self.kept: set[weakref.ref[Kept]] = set()
 
+    # How many forwards of autograd.Functions are known to run, or may do so unknown to us (see autograd_function.py).
+    forwards: int = 0
+
 
 state = _State()
 
@@ -164,8 +167,8 @@ def innermost(value: Any) -> Any:
 
 def strides_of(value: torch.Tensor) -> tuple[int, ...]:
     """The strides of a value that is to be traced. Here is taken note of it, too: whether autograd follows it, or a mark is on it."""
-    if value.requires_grad:
-        meet(value)
+    if value.requires_grad and state.outside is not None:
+        state.attached = True
     if value.dtype.is_complex or value.is_neg():
         state.marked = True
     try:
@@ -330,19 +333,20 @@ def handed_on(level: Level | None, op: Op, args: tuple[Any, ...], kwargs: dict[s
     """`interpret` for arguments whose highest level is known."""
     if state.attached:
         with Attached():
-            return _hand_on(level, op, args, kwargs, below)
-    return _hand_on(level, op, args, kwargs, below)
+            return _handed_on_with_care(level, op, args, kwargs, below)
+    if level is _DEAD or state.kept or facts(op).is_random:
+        return _handed_on_with_care(level, op, args, kwargs, below)
+    return op(*args, **kwargs) if level is None else level.process(op, args, kwargs)
 
 
-def _hand_on(level: Level | None, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], below: Level | None) -> Any:
+def _handed_on_with_care(level: Level | None, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], below: Level | None) -> Any:
     if level is _DEAD:
         args, kwargs = map_tracers(resurrect, args), map_tracers(resurrect, kwargs)
         return interpret(op, args, kwargs, below) if top_level(args, kwargs) is not None else op(*args, **kwargs)
-    if state.kept:
-        for reference in list(state.kept):
-            if (kept := reference()) is not None:
-                kept.watch(op, args, kwargs)
-    if not (facts(op).is_random and is_random(op, args, kwargs)):
+    for reference in list(state.kept):
+        if (kept := reference()) is not None:
+            kept.watch(op, args, kwargs)
+    if not is_random(op, args, kwargs):
         return op(*args, **kwargs) if level is None else level.process(op, args, kwargs)
     for told in state.draws:
         told(kwargs.get("generator"))
@@ -360,18 +364,38 @@ def _hand_on(level: Level | None, op: Op, args: tuple[Any, ...], kwargs: dict[st
 
 _DEAD: Any = object()  # in the place of a level: of a tracer that has outlived its transform
 
+OTHER, TENSOR, TRACER, SEVERAL = range(4)  # what an argument may be: a number, a plain tensor, a tracer, a list
+
+
+class _Kinds(dict[type, int]):
+    """What the instances of a class are. Asked for each argument of each operator: isinstance takes long for classes of tensors."""
+
+    def __missing__(self, kind: type) -> int:
+        if issubclass(kind, torch.Tensor):
+            what = TRACER if issubclass(kind, Tracer) else TENSOR
+        else:
+            what = SEVERAL if issubclass(kind, (list, tuple)) else OTHER
+        self[kind] = what
+        return what
+
+
+kinds = _Kinds()
+
 
 def top_level(args: Any, kwargs: dict[str, Any]) -> Level | None:
     """The highest level among the arguments, None without any tracer, `_DEAD` if one has outlived its transform."""
     top: Level | None = None
     for argument in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(argument, Tracer):
+        kind = kinds[type(argument)]
+        if kind == TRACER:
             level = argument.level
-        elif isinstance(argument, torch.Tensor):
+        elif kind == TENSOR:
             if argument.requires_grad:
                 meet(argument)
             continue
-        elif isinstance(argument, (list, tuple)):  # `cat`, `stack`, `index`
+        elif kind == SEVERAL:  # `cat`, `stack`, `index`; most lists are sizes
+            if not argument or type(argument[0]) is int:
+                continue
             inner = top_level(argument, {})
             if inner is None:
                 continue
@@ -391,9 +415,10 @@ def top_level(args: Any, kwargs: dict[str, Any]) -> Level | None:
 
 def map_tracers(function: Callable[[Any], Any], tree: Any) -> Any:
     """`function` applied to each tensor in an operator's arguments or results."""
-    if isinstance(tree, torch.Tensor):
+    kind = kinds[type(tree)]
+    if kind in (TENSOR, TRACER):
         return function(tree)
-    if isinstance(tree, (list, tuple)):
+    if kind == SEVERAL:
         items = [map_tracers(function, item) for item in tree]
         return items if isinstance(tree, list) else tuple(items)
     if isinstance(tree, dict):

@@ -17,6 +17,7 @@ aten = torch.ops.aten
 class OpFacts(NamedTuple):
     """What an operator's schema says."""
 
+    op: Op
     mutated: tuple[int, ...]  # positions of the arguments that it writes to
     mutated_kwargs: tuple[str, ...]  # the same for `out=`-like arguments
     is_view: bool
@@ -24,8 +25,18 @@ class OpFacts(NamedTuple):
     draws_position: int | None  # of the argument that says whether an operator draws at all
 
 
-@functools.cache
+# By the operator's id, as hashing one takes longer than all the rest; the facts hold the operator, so that its id remains its own.
+_facts: dict[int, OpFacts] = {}
+
+
 def facts(op: Op) -> OpFacts:
+    found = _facts.get(id(op))
+    if found is None:
+        found = _facts[id(op)] = _read(op)
+    return found
+
+
+def _read(op: Op) -> OpFacts:
     schema = op._schema
     mutated, mutated_kwargs = [], []
     for position, argument in enumerate(schema.arguments):
@@ -38,7 +49,7 @@ def facts(op: Op) -> OpFacts:
     draws = next((i for i, argument in enumerate(schema.arguments) if argument.name in ("dropout_p", "training")), None)
     # A composite operator (a recurrent layer) draws in its pieces, but for attention, which may choose a kernel that draws.
     random = torch.Tag.nondeterministic_seeded in op.tags and (draws is not None or not is_composite(op))
-    return OpFacts(tuple(mutated), tuple(mutated_kwargs), is_view, random, draws)
+    return OpFacts(op, tuple(mutated), tuple(mutated_kwargs), is_view, random, draws)
 
 
 @functools.cache

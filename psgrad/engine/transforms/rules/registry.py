@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch._decomp import decomposition_table
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.operators import Op as Op
+from psgrad.engine.transforms.operators import OpFacts, facts
 from psgrad.engine.transforms.operators import is_composite as is_composite
 from psgrad.errors import UnsupportedOperatorError
 
@@ -60,6 +61,31 @@ _constants: set[Op] = set()
 _decompositions: dict[Op, Callable[..., Any]] = {}
 
 
+class Known(NamedTuple):
+    """All that is declared of an operator, and what its schema says: what a level asks for each operator that it is handed."""
+
+    op: Op
+    facts: OpFacts
+    writes: bool
+    derivative: DerivativeRule | None
+    batching: Callable[..., Any] | None
+    constant: bool
+    taken_apart: bool
+
+
+_known: dict[int, Known] = {}  # by id, as are the facts
+
+
+def known(op: Op) -> Known:
+    found = _known.get(id(op))
+    if found is None:
+        said = facts(op)
+        writes = bool(said.mutated or said.mutated_kwargs)
+        found = Known(op, said, writes, derivative_rule(op), batching_rule(op), is_constant(op), taken_apart(op))
+        _known[id(op)] = found
+    return found
+
+
 def define(
     *ops: Op,
     vjp: Mapping[int, Maker] | JointVJP | None = None,
@@ -77,6 +103,7 @@ def define(
     same: for a random operator on a mapped value, what to run where all samples share one draw (randomness='same'): a function of `draw`
     (`draw(op, *args)` is what all samples share), the operator and its arguments, on which it may call operators as they are.
     """
+    _known.clear()
     for op in ops:
         if same is not None:
             assert op not in _shared_draws, op
@@ -115,11 +142,13 @@ def derivative_rule(op: Op) -> DerivativeRule | None:
 
 
 def forget_derivative(op: Op) -> None:
+    _known.clear()
     _derivatives.pop(op, None)
     _constants.discard(op)
 
 
 def forget_batching(op: Op) -> None:
+    _known.clear()
     _batchings.pop(op, None)
 
 
