@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ class Cost:
     """What a way of computing something takes.
 
     Attributes:
-        seconds: estimated, of the samples it was asked for.
+        seconds: estimated, for one sample among many.
         bytes: the largest intermediate of one sample, beside what is there anyway.
     """
 
@@ -36,7 +37,7 @@ class Cost:
     bytes: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Machine:
     """The constants of one device, in seconds, bytes and floating-point operations (a multiply-add is two).
 
@@ -166,6 +167,36 @@ def _interpolated(sizes: tuple[float, ...], values: tuple[float, ...], size: flo
         return values[-1]
     share = math.log(size / sizes[place - 1]) / math.log(sizes[place] / sizes[place - 1])
     return values[place - 1] * (values[place] / values[place - 1]) ** share
+
+
+# Samples of a block where no more fit, or where more are rare: what a block costs at all is shared by them.
+_TYPICAL_SAMPLES = 32
+# Small kernels of one block, beside those that are priced: slices, diagonals, comparisons.
+_GRAM_CALLS = 14
+_WRITTEN_CALLS = 6
+
+
+@functools.lru_cache(maxsize=4096)
+def norm_ways(on: Machine, groups: int, positions: int, rows: int, columns: int, dtype: torch.dtype, block: int) -> dict[str, Cost]:
+    """The ways to the squared norm of a sum over positions of outer products, in each of some groups.
+
+    'gram': the Gram matrices of both factors, t*t*(a+b) multiply-adds a group, multiplied and summed. 'materialise': the value,
+    t*a*b multiply-adds, and one pass over it. 'outer product', for one position: a product of two norms.
+
+    block: bytes of intermediates for which samples go together.
+    """
+    item, small = dtype.itemsize, on.call_seconds + on.kernel_seconds
+    if positions == 1:
+        return {"outer product": Cost(on.stream_seconds(_TYPICAL_SAMPLES * groups * (rows + columns) * item) / _TYPICAL_SAMPLES, 0)}
+    grams, value = 2 * groups * positions**2 * item, groups * rows * columns * item
+    n = max(1, min(_TYPICAL_SAMPLES, block // grams))
+    by_grams = sum(on.matmul_seconds(n * groups, positions, positions, inner, dtype) for inner in (rows, columns))
+    by_grams += on.stream_seconds(n * grams * 3 / 2, n * grams / 2) + on.stream_seconds(n * grams / 2, n * grams / 2) + _GRAM_CALLS * small
+    ways = {"gram": Cost(by_grams / n, grams)}
+    n = max(1, min(_TYPICAL_SAMPLES, block // value))
+    written = on.matmul_seconds(n * groups, rows, columns, positions, dtype)
+    written += on.stream_seconds(n * value, n * value) + _WRITTEN_CALLS * small
+    return ways | {"materialise": Cost(written / n, value)}
 
 
 def cheapest(ways: Mapping[str, Cost], block: int) -> str:

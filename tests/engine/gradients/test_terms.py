@@ -92,10 +92,10 @@ def test_every_query_is_that_of_the_written_out_value(pair: tuple[Term, Tensor],
     assert term.describe()
 
 
-@pytest.mark.parametrize("positions", [1, 2, 40])
-def test_both_orders_of_contraction_give_the_same_norms(positions: int) -> None:
+@pytest.mark.parametrize(("positions", "way"), [(1, "outer product"), (2, "gram"), (2, "materialise"), (40, "gram"), (40, "materialise")])
+def test_both_orders_of_contraction_give_the_same_norms(positions: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Product, "way", lambda term: way)
     term = Product(torch.randn(3, 2, positions, 6, dtype=torch.float64), torch.randn(3, 2, positions, 7, dtype=torch.float64))
-    assert term.describe() == {1: "outer product", 2: "gram", 40: "materialise"}[positions]
     assert_close(term.square_norms(), term.materialise().square().flatten(1).sum(1))
 
 

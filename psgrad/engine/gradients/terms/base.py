@@ -15,7 +15,9 @@ from typing import Any, Self
 
 import torch
 
+from psgrad.engine.gradients.costs import Cost, cheapest
 from psgrad.engine.gradients.doubts import samples_where
+from psgrad.engine.gradients.machines import machine
 
 # Bytes of the intermediates of one block of samples: small enough for a processor's cache, large enough for a GPU's kernels.
 BLOCK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
@@ -24,10 +26,14 @@ BLOCK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 CANCELLATION = 0.05
 
 
+def block_bytes(device: torch.device) -> int:
+    """Bytes of the intermediates of one block of samples on this device."""
+    return BLOCK_BYTES.get(device.type, BLOCK_BYTES["cuda"])
+
+
 def blocks(n: int, bytes_per_sample: int, device: torch.device) -> Iterator[slice]:
     """The samples, as slices whose intermediates fit the block size."""
-    budget = BLOCK_BYTES.get(device.type, BLOCK_BYTES["cuda"])
-    step = max(1, min(n, budget // max(bytes_per_sample, 1)))
+    step = max(1, min(n, block_bytes(device) // max(bytes_per_sample, 1)))
     for start in range(0, n, step):
         yield slice(start, min(start + step, n))
 
@@ -134,9 +140,18 @@ class Term(ABC):
         parts = [square_norm(self.at(block, kind).materialise()) for block in blocks(self.samples, size, self.device)]
         return joined(parts, self)
 
+    def ways(self) -> dict[str, Cost]:
+        """The ways to the squared norms, each with its estimated cost a sample. By default the value is written out and passed over."""
+        size = math.prod(self.shape) * accumulating_dtype(self.dtype).itemsize
+        return {"materialise": Cost(machine(self.device).stream_seconds(3 * size, size), size)}
+
+    def way(self) -> str:
+        """The cheapest way that leaves room in a block."""
+        return cheapest(self.ways(), block_bytes(self.device))
+
     def describe(self) -> str:
         """How the norm is computed, in a word or two."""
-        return "materialise"
+        return self.way()
 
 
 def square_norm(value: torch.Tensor) -> torch.Tensor:

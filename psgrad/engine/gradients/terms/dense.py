@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from psgrad.engine.gradients.costs import Cost
+from psgrad.engine.gradients.machines import machine
 from psgrad.engine.gradients.terms.base import Term, accumulating, square_norm
 
 
@@ -51,6 +54,10 @@ class Dense(Term):
 
     def plus(self, others: Sequence[Dense]) -> Dense:
         return replace(self, value=sum((other.value for other in others), self.value))
+
+    def ways(self) -> dict[str, Cost]:
+        size = math.prod(self.shape) * self.dtype.itemsize
+        return {self.describe(): Cost(machine(self.device).stream_seconds(size), 0)}
 
     def describe(self) -> str:
         return "materialise" if self.written_out else "direct"

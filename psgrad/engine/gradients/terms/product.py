@@ -8,7 +8,19 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.gradients.terms.base import Term, accumulating, blocks, square_norm, sum_of_products, sums_of_grams, zero_where_lost
+from psgrad.engine.gradients.costs import Cost, norm_ways
+from psgrad.engine.gradients.machines import machine
+from psgrad.engine.gradients.terms.base import (
+    Term,
+    accumulating,
+    accumulating_dtype,
+    block_bytes,
+    blocks,
+    square_norm,
+    sum_of_products,
+    sums_of_grams,
+    zero_where_lost,
+)
 
 
 @dataclass(frozen=True)
@@ -29,11 +41,11 @@ class Product(Term):
     def at(self, samples: slice | torch.Tensor, dtype: torch.dtype | None = None) -> Product:
         return Product(self.left[samples].to(dtype or self.dtype), self.right[samples].to(dtype or self.dtype))
 
-    @property
-    def _gram_is_cheaper(self) -> bool:
-        """The Gram path costs t*t*(a+b) a group, writing the value out t*a*b."""
-        positions, rows, columns = self.left.shape[2], self.left.shape[3], self.right.shape[3]
-        return positions * (rows + columns) <= rows * columns
+    def ways(self) -> dict[str, Cost]:
+        """Gram matrices cost t*t*(a+b) a group, writing the value out t*a*b; neither is needed for one position."""
+        groups, rows, columns = self.shape
+        sizes = groups, self.left.shape[2], rows, columns
+        return norm_ways(machine(self.device), *sizes, accumulating_dtype(self.dtype), block_bytes(self.device))
 
     def square_norms(self) -> torch.Tensor:
         left, right = accumulating(self.left), accumulating(self.right)
@@ -44,7 +56,7 @@ class Product(Term):
                 return zero_where_lost(squares[0] * squares[1], *squares)
             squares = (left * left).sum((2, 3)), (right * right).sum((2, 3))
             return zero_where_lost((squares[0] * squares[1]).sum(1), squares[0].amax(1), squares[1].amax(1))
-        if not self._gram_is_cheaper:
+        if self.way() == "materialise":
             return Product(left, right).materialised_square_norms()
         out = torch.empty(n, dtype=left.dtype, device=left.device)
         for block in blocks(n, 2 * groups * positions * positions * left.element_size(), left.device):
@@ -85,8 +97,3 @@ class Product(Term):
 
     def transposed(self) -> Product:
         return Product(self.right, self.left)
-
-    def describe(self) -> str:
-        if self.left.shape[2] == 1:
-            return "outer product"
-        return "gram" if self._gram_is_cheaper else "materialise"
