@@ -378,6 +378,47 @@ def test_labels_to_ignore_and_class_weights(quick: Workplace) -> None:
     assert frame.loc[4, "reasons"] == "gradient is exactly zero"
 
 
+def test_peak_memory_does_not_grow_with_the_dataset(workplace: Workplace) -> None:
+    width, count = 8192, 250
+    (workplace.folder / "data.py").write_text(
+        textwrap.dedent(f"""
+            import numpy as np
+
+
+            class Rows:
+                def __init__(self, count):
+                    self.count = count
+
+                def __len__(self):
+                    return self.count
+
+                def __getitem__(self, row):
+                    return np.full({width}, row, dtype=np.float32), row % 3
+        """)
+    )
+    workplace.config |= {"model": {"factory": "model.py:Model"}, "data": {"factory": "data.py:Rows"}, "engine": {"chunk_size": 50}}
+    workplace.use_model(f"def Model():\n    return nn.Linear({width}, 3)\n")
+    (workplace.folder / "config.yaml").write_text(yaml.safe_dump(workplace.config))
+    script = f"""
+        import resource
+        from pathlib import Path
+        import psgrad.workflows
+        from psgrad.config import load_config
+
+        psgrad.workflows.write_report = lambda result, write: None
+        for count in ({count}, {10 * count}):
+            config = load_config(Path("config.yaml"), [f"data.kwargs={{{{count: {{count}}}}}}"])
+            psgrad.workflows.analyze(config, overwrite=True)
+            print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=workplace.folder, timeout=100)
+    assert done.returncode == 0, done.stderr
+    small, large = map(int, done.stdout.split())
+    assert len(workplace.samples()) == 10 * count
+    assert large - small < 10 * count * width * 4 / 4  # a quarter of what the large dataset's rows take
+
+
 # Runs that end early --------------------------------------------------------------------------------------------------------------
 
 

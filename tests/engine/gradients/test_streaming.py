@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from psgrad.engine.gradients import PerSampleGradients
-from psgrad.engine.gradients.memory import free_memory, is_out_of_memory
 from psgrad.engine.gradients.streaming import Stream
 from psgrad.engine.measures.norms import GradientNorms
 from psgrad.engine.objective import Objective
@@ -386,15 +385,3 @@ def test_memory_does_not_grow_with_the_dataset(device: torch.device) -> None:
     chunk = 64 * WIDTH * 4
     assert chunk < peaks[0]
     assert peaks[1] < peaks[0] + chunk
-
-
-# What counts as want of memory ----------------------------------------------------------------------------------------------------
-
-
-def test_other_errors_are_not_want_of_memory() -> None:
-    assert not is_out_of_memory(RuntimeError("shape mismatch"))
-    assert not is_out_of_memory(ValueError("can't allocate memory"))
-
-
-def test_there_is_free_memory(device: torch.device) -> None:
-    assert free_memory(device) > 1 << 20

@@ -1,0 +1,216 @@
+"""Memory: what counts as free, what a chunk may take of it, and runs in processes that have little."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from psgrad.engine.gradients import memory
+from psgrad.engine.gradients.memory import chunk_budget, free_host_memory, free_memory, is_out_of_memory
+
+ROOT = Path(__file__).parents[3]
+GIB = 1 << 30
+
+
+# What counts as want of memory ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"),
+        MemoryError("Unable to allocate 1.00 TiB"),
+        OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: not enough memory: you tried to allocate 1"),
+        RuntimeError("std::bad_alloc"),
+        RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"),
+    ],
+    ids=str,
+)
+def test_want_of_memory_in_many_words(error: Exception) -> None:
+    assert is_out_of_memory(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("shape mismatch"), ValueError("can't allocate memory"), OSError(errno.ENOSPC, "No space left on device")],
+    ids=str,
+)
+def test_other_errors_are_not_want_of_memory(error: Exception) -> None:
+    assert not is_out_of_memory(error)
+
+
+def test_what_the_allocator_says_when_asked_for_too_much() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+
+
+# What is free ---------------------------------------------------------------------------------------------------------------------
+
+
+def machine(root: Path, groups: str, available: int = 8 * GIB, **files: str) -> Path:
+    """A file system as the kernel shows it: free memory, this process's control groups, and files of those, `__` for `/`."""
+    content = {
+        "proc/meminfo": f"MemTotal: 99 kB\nMemFree: 1 kB\nMemAvailable: {available // 1024} kB\n",
+        "proc/self/cgroup": groups,
+        **{f"sys/fs/cgroup/{name.replace('__', '/').replace('memory_', 'memory.')}": text for name, text in files.items()},
+    }
+    for name, text in content.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_pages_that_the_kernel_gives_back_count_as_free(tmp_path: Path) -> None:
+    assert free_host_memory(machine(tmp_path, "")) == 8 * GIB
+
+
+def test_a_containers_limit_counts(tmp_path: Path) -> None:
+    root = machine(
+        tmp_path,
+        "0::/\n",
+        memory_max=f"{4 * GIB}\n",
+        memory_current=f"{3 * GIB}\n",
+        memory_stat=f"anon {2 * GIB}\ninactive_file {GIB // 2}\n",
+    )
+    assert free_host_memory(root) == 3 * GIB // 2
+
+
+def test_the_tightest_limit_above_the_group_counts(tmp_path: Path) -> None:
+    root = machine(
+        tmp_path,
+        "0::/batch/job-7\n",
+        batch__memory_max=f"{2 * GIB}\n",
+        batch__memory_current=f"{GIB}\n",
+        **{"batch__job-7__memory_max": "max\n", "batch__job-7__memory_current": f"{GIB // 4}\n"},
+    )
+    assert free_host_memory(root) == GIB
+
+
+def test_control_groups_of_version_1_count(tmp_path: Path) -> None:
+    root = machine(
+        tmp_path,
+        "5:cpu:/a\n4:memory:/a\n0::/\n",
+        memory__a__memory_limit_in_bytes=f"{3 * GIB}\n",
+        memory__a__memory_usage_in_bytes=f"{2 * GIB}\n",
+        memory__a__memory_stat=f"total_inactive_file {GIB // 2}\n",
+        memory__memory_limit_in_bytes="9223372036854771712\n",
+        memory__memory_usage_in_bytes="0\n",
+    )
+    assert free_host_memory(root) == 3 * GIB // 2
+
+
+def test_a_group_that_is_over_its_limit_has_nothing_left(tmp_path: Path) -> None:
+    assert free_host_memory(machine(tmp_path, "0::/\n", memory_max=f"{GIB}\n", memory_current=f"{2 * GIB}\n")) == 0
+
+
+def test_a_machine_that_tells_nothing_has_some_memory(tmp_path: Path) -> None:
+    assert free_host_memory(tmp_path) > 1 << 20
+
+
+def test_there_is_free_memory(device: torch.device) -> None:
+    assert free_memory(device) > 1 << 20
+
+
+def test_a_chunk_gets_a_share_or_what_it_is_given_and_on_a_cpu_no_more_than_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    monkeypatch.setattr(memory, "free_memory", lambda device: 40 << 20)
+    assert chunk_budget(cpu) == chunk_budget(gpu) == 10 << 20
+    assert chunk_budget(cpu, 30 << 20) == chunk_budget(gpu, 30 << 20) == 30 << 20
+    monkeypatch.setattr(memory, "free_memory", lambda device: 40 << 30)
+    assert chunk_budget(gpu) == 10 << 30
+    assert chunk_budget(cpu) == chunk_budget(cpu, 8 << 30) < 1 << 30
+
+
+# Processes of their own -----------------------------------------------------------------------------------------------------------
+
+SETUP = """\
+import resource
+import torch
+import torch.nn.functional as F
+from psgrad.engine.gradients.streaming import Stream
+from psgrad.engine.measures.norms import GradientNorms
+from psgrad.engine.objective import Objective
+from psgrad.inputs.samples import Block
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def rows(width, shape=()):
+    def read(start, stop):
+        n = stop - start
+        return Block((torch.randn(n, *shape, width),), torch.zeros(n, *shape, dtype=torch.int64))
+
+    return read
+
+
+def run(model, read, count, **options):
+    objective = Objective(model, F.cross_entropy)
+    stream = Stream(objective.loss, objective.params, read, **options)
+    done = sum(chunk.stop - chunk.start for chunk in stream.run(count, [GradientNorms()]))
+    return stream, done
+"""
+
+
+def in_a_process(script: str) -> list[int]:
+    """The numbers that a script prints, after the lines above."""
+    command = [sys.executable, "-c", SETUP + textwrap.dedent(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    return [int(word) for word in done.stdout.split()]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits on the address space are Linux's")
+def test_a_real_limit_on_memory_is_met_by_smaller_chunks() -> None:
+    done, retries, chunk_size = in_a_process("""
+        model = torch.nn.Sequential(torch.nn.Tanh(), torch.nn.Linear(16384, 10))
+        run(model, rows(16384), 32, chunk_size=32)
+        used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + (96 << 20), resource.RLIM_INFINITY))
+        stream, done = run(model, rows(16384), 2048, chunk_size=1024)
+        print(done, stream.retries, stream.chunk_size)
+    """)
+    assert done == 2048
+    assert 1 <= retries <= 12
+    assert 1 <= chunk_size < 1024
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read as Linux tells it")
+def test_peak_memory_is_that_of_one_chunk_and_does_not_grow_with_the_dataset() -> None:
+    count, chunk, width, layers = 500, 50, 4096, 8
+    few, small, large = in_a_process(f"""
+        class Model(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layers = torch.nn.ModuleList(torch.nn.Linear({width}, 4) for _ in range({layers}))
+
+            def forward(self, x):
+                return sum(layer(x * scale) for scale, layer in enumerate(self.layers, 1))
+
+        model, peaks = Model(), []
+        for count, chunk_size in ((10, 10), ({count}, {chunk}), ({10 * count}, {chunk})):
+            run(model, rows({width}), count, chunk_size=chunk_size)
+            peaks.append(peak())
+        print(*peaks)
+    """)
+    factors = chunk * width * layers * 4  # of one chunk: what goes into each layer
+    assert factors / 2 < small - few < 5 * factors  # all chunks' are ten times that, or a hundred times
+    assert large - small < count * width * 4 / 2  # the large dataset's rows take ten times that
