@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed, oriented
 from psgrad.engine.gradients.layout import Layout
 from psgrad.engine.gradients.norms import square_norms
+from psgrad.engine.gradients.projections import Projection
 from psgrad.engine.gradients.terms import Term, accumulating
 from psgrad.errors import TransformError
 
@@ -90,6 +91,13 @@ class PerSampleGradients:
             for placed in gradient.terms:
                 total = total + placed.term.dot(placed.layout.invert(direction, placed.term.shape))
         return total
+
+    def project(self, projection: Projection) -> torch.Tensor:
+        """[n, k] float32 (float64 where gradients are): each sample's gradient, randomly projected without being written out.
+
+        `projection.columns(names)` says which columns are whose, `Projection` what the inner products of the rows estimate.
+        """
+        return projection.apply(self.gradients, len(self), self.losses.device)
 
     def materialise(self) -> dict[str, torch.Tensor]:
         """name -> [n, *shape]: every per-sample gradient written out."""

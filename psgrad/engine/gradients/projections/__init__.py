@@ -1,0 +1,39 @@
+"""Random projections of per-sample gradients: dense, sparse, and two-sided, none of which writes a gradient or a matrix out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from psgrad.engine.gradients.projections.base import Projection as Projection
+from psgrad.engine.gradients.projections.dense import Gaussian as Gaussian
+from psgrad.engine.gradients.projections.dense import Rademacher as Rademacher
+from psgrad.engine.gradients.projections.entries import VERSION
+from psgrad.engine.gradients.projections.sparse import Sparse as Sparse
+from psgrad.engine.gradients.projections.two_sided import TwoSided as TwoSided
+from psgrad.errors import TransformArgumentError
+
+_KINDS: dict[str, type[Projection]] = {kind.kind: kind for kind in (Rademacher, Gaussian, Sparse, TwoSided)}
+
+
+def projection_from(description: Mapping[str, Any]) -> Projection:
+    """The projection that `Projection.describe` described.
+
+    Raises:
+        TransformArgumentError: a kind that is not known, sizes it does not take, or numbers that this version would not give again.
+    """
+    values = dict(description)
+    kind, version = values.pop("kind", None), values.pop("version", None)
+    if kind not in _KINDS:
+        raise TransformArgumentError(f"a projection of kind {kind!r}", expected=f"one of {', '.join(_KINDS)}")
+    if version != VERSION:
+        raise TransformArgumentError(
+            f"a projection of version {version!r}",
+            expected=f"version {VERSION}",
+            cause="it was made by another version of psgrad, whose random numbers are others",
+            next_step="project again, or use the version that projected",
+        )
+    try:
+        return _KINDS[kind](**values)
+    except TypeError as error:
+        raise TransformArgumentError(f"a description of a {kind} projection with {sorted(values)}: {error}") from error

@@ -1,0 +1,57 @@
+"""Where a term's elements stand in the parameter, counted in the parameter's own row-major order."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+
+import torch
+
+from psgrad.engine.gradients.layout import Layout
+
+
+class Places:
+    """Places in a term's own row-major order to places in the parameter's, by arithmetic: no table of them is made."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+
+    @cached_property
+    def _steps(self) -> tuple[list[int], int]:
+        """How far each atom's neighbours are apart in the parameter, and where the first element stands."""
+        layout = self.layout
+        steps = [0] * len(layout.atoms)
+        window = layout.slices
+        left = list(reversed(layout.order))
+        first, behind = 0, 1  # `behind`: the size of the parameter's axes so far, from the last on
+        for axis in reversed(range(len(layout.shape))):
+            run, count = window[axis], 1
+            while left and (count < layout.inner[axis] or layout.atoms[left[0]] == 1):
+                atom = left.pop(0)
+                steps[atom] = behind * (run.step or 1) * count
+                count *= layout.atoms[atom]
+            first += behind * run.start
+            behind *= layout.shape[axis]
+        return steps, first
+
+    @cached_property
+    def _shift(self) -> int | None:
+        """How far all elements are shifted alike; None where they are in another order."""
+        steps, first = self._steps
+        atoms = self.layout.atoms
+        own = [math.prod(atoms[place + 1 :]) for place in range(len(atoms))]
+        same = all(step == wanted for step, wanted, size in zip(steps, own, atoms, strict=True) if size > 1)
+        return first if same else None
+
+    def of(self, places: range | torch.Tensor, device: torch.device) -> range | torch.Tensor:
+        """The places in the parameter of places in the term; a range of them stays one where it can."""
+        shift = self._shift
+        if shift is not None:
+            return range(places.start + shift, places.stop + shift) if isinstance(places, range) else places + shift
+        steps, first = self._steps
+        rest = torch.arange(places.start, places.stop, device=device) if isinstance(places, range) else places
+        out = torch.full_like(rest, first)
+        for size, step in zip(reversed(self.layout.atoms), reversed(steps), strict=True):
+            out += (rest % size) * step
+            rest = rest // size
+        return out

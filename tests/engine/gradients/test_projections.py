@@ -1,0 +1,423 @@
+"""Random projections beside their matrices, written out; what they estimate, what they don't depend on, and how little they hold."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from psgrad.engine.gradients import Gaussian, PerSampleGradients, Projection, Rademacher, Sparse, TwoSided, projection_from
+from psgrad.engine.gradients.layout import Layout
+from psgrad.engine.gradients.placed import DeferredGradient, Placed
+from psgrad.engine.gradients.projections.entries import Entries
+from psgrad.engine.gradients.projections.sparse import Orders
+from psgrad.engine.gradients.terms import BLOCK_BYTES, Dense, Product, Rows, Term
+from psgrad.engine.gradients.terms.hadamard import Hadamard
+from psgrad.engine.gradients.terms.multiples import Multiples
+from psgrad.errors import TransformArgumentError
+from tests.engine.gradients.agreement import deferred_gradients
+from tests.engine.gradients.matrices import matrix, projected
+from tests.engine.gradients.test_terms import convolution, dense, product, rows
+from tests.oracles import one_sample_gradients
+
+PROJECTIONS = [
+    Rademacher(70),
+    Rademacher(5, seed=2, per="parameter"),
+    Gaussian(6, seed=3),
+    Sparse(12),
+    Sparse(30, nonzeros=3, per="parameter"),
+    Sparse(256, nonzeros=2, seed=-1),  # more columns than most parameters here have entries
+    Sparse(7, nonzeros=7),
+    TwoSided(3, 4),
+    TwoSided(2, 5, per="total", matrices="gaussian"),
+]
+
+
+def names_of(projection: Projection) -> str:
+    return f"{projection.kind}-{projection.width}"
+
+
+def gradients_of(terms: list[Placed], losses: int, name: str = "p") -> PerSampleGradients:
+    first = terms[0]
+    gradient = DeferredGradient(tuple(terms), torch.Size(first.layout.shape), first.term.dtype, first.term.device)
+    return PerSampleGradients({name: gradient}, torch.zeros(losses, device=first.term.device))
+
+
+def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 1e-10) -> None:
+    """The error of each row, relative to the longest."""
+    assert actual.shape == expected.shape
+    if expected.numel():
+        error = (actual.double().cpu() - expected).norm(dim=1).max() / expected.norm(dim=1).max().clamp(min=1e-30)
+        assert error.item() <= tolerance
+
+
+@pytest.fixture(params=[200, BLOCK_BYTES["cpu"]], ids=["tiny blocks", "usual blocks"])
+def _blocks(request: pytest.FixtureRequest) -> Iterator[None]:
+    with patch.dict(BLOCK_BYTES, cpu=request.param, cuda=request.param):
+        yield
+
+
+# Against the matrices ---------------------------------------------------------------------------------------------------------------
+
+
+class Everything(nn.Module):
+    """Each way a weight may be used: tied, looked up, in groups, transposed, in slices, as a batch of matrices, and not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 6)
+        self.inside = nn.Linear(6, 6)
+        self.narrow = nn.Conv1d(6, 4, 3, groups=2, dilation=2, padding=1)
+        self.wide = nn.ConvTranspose1d(4, 6, 3, stride=2, output_padding=1, groups=2)
+        self.twice = nn.Parameter(torch.randn(6, 6))
+        self.experts = nn.Parameter(torch.randn(3, 6, 5))
+        self.scale = nn.Parameter(torch.randn(()))
+        self.mask = torch.linspace(-1, 1, 36).reshape(6, 6).double()
+        self.unused = nn.Parameter(torch.randn(2, 3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.inside(self.table(tokens)).tanh()  # [1, 8, 6]
+        h = h @ self.twice.t() + h @ self.twice + h @ (self.twice * self.mask.to(h))
+        h = h + self.wide(self.narrow(h.transpose(1, 2)).tanh()).transpose(1, 2)[:, : h.shape[1]]
+        h = h + h @ self.twice[1:4].t() @ self.twice[3:]
+        experts = torch.bmm(h[0, :3].unsqueeze(1), self.experts).mean()
+        return F.linear(h, self.table.weight).mean(1) * self.scale + experts
+
+
+@pytest.mark.parametrize("projection", PROJECTIONS, ids=names_of)
+@pytest.mark.usefixtures("_blocks")
+def test_a_network_is_projected_by_the_written_out_matrix(projection: Projection, device: torch.device) -> None:
+    model, tokens = Everything().to(device, torch.float64), torch.randint(11, (4, 8), device=device)
+    loss = lambda output, target: (target * output).square().sum()
+    target = torch.rand(4, dtype=torch.float64, device=device)
+    exact = one_sample_gradients(model, loss, (tokens,), target)
+    found = deferred_gradients(model, loss, (tokens,), target).project(projection)
+    expected = projected(projection, exact)
+    assert_close(found, expected)
+    for name, columns in projection.columns(exact).items():  # each parameter by itself, the small ones too
+        alone = found if projection.per == "total" else found[:, columns]
+        assert_close(alone, expected if projection.per == "total" else projected(projection, {name: exact[name]}))
+
+
+@st.composite
+def masked(draw: st.DrawFn) -> tuple[Term, Tensor]:
+    term, value = draw(st.one_of(product(), rows()))
+    shared = torch.randn(value.shape[1:], dtype=torch.float64)
+    return Hadamard(term, shared), value * shared
+
+
+@st.composite
+def multiples(draw: st.DrawFn) -> tuple[Term, Tensor]:
+    shape = draw(st.lists(st.integers(1, 4), max_size=3))
+    kept = [size if draw(st.booleans()) else 1 for size in shape]
+    coefficients, shared = torch.randn(draw(st.integers(0, 4)), *kept, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
+    return Multiples(coefficients, shared), coefficients * shared
+
+
+TERMS = st.one_of(dense(), product(), rows(), convolution(), masked(), multiples())
+
+
+@pytest.mark.usefixtures("_blocks")
+@settings(max_examples=100)
+@given(pair=TERMS, projection=st.sampled_from(PROJECTIONS), data=st.data())
+def test_every_kind_of_term_in_every_layout(pair: tuple[Term, Tensor], projection: Projection, data: st.DataObject) -> None:
+    term, value = pair
+    order = data.draw(st.permutations(range(len(term.shape))))
+    layout = Layout.identity(term.shape).permute(order)
+    assert layout is not None
+    if data.draw(st.booleans()):  # the last axis is that of a longer parameter
+        layout = layout if not layout.inner else window(layout, data.draw(st.integers(0, 2)), data.draw(st.integers(1, 2)))
+    expected = projected(projection, {"p": layout.apply(value, lead=1)})
+    assert_close(gradients_of([Placed(term, layout)], len(value)).project(projection), expected)
+
+
+def window(layout: Layout, start: int, step: int) -> Layout:
+    return layout.embed(len(layout.inner) - 1, start, step, start + step * layout.inner[-1] + 1)
+
+
+def test_terms_of_one_parameter_add_up_in_its_own_order() -> None:
+    left, right = torch.randn(3, 1, 2, 5, dtype=torch.float64), torch.randn(3, 1, 2, 7, dtype=torch.float64)
+    upright = Layout.identity((1, 5, 7)).reshape((5, 7))
+    turned = Layout.identity((1, 7, 5)).permute([0, 2, 1])
+    assert upright is not None
+    assert turned is not None
+    turned = turned.reshape((5, 7))
+    assert turned is not None
+    value = torch.einsum("ngta,ngtb->nab", left, right)
+    for projection in PROJECTIONS:
+        once = gradients_of([Placed(Product(left, right), upright)], 3).project(projection)
+        twice = gradients_of([Placed(Product(left, right), upright), Placed(Product(right, left), turned)], 3).project(projection)
+        assert_close(once, projected(projection, {"p": value}))
+        assert_close(twice, 2 * once)
+
+
+def test_no_samples_no_positions_no_entries_and_no_parameters() -> None:
+    for projection in PROJECTIONS:
+        for term in (Product(torch.zeros(0, 1, 2, 3), torch.zeros(0, 1, 2, 4)), Product(torch.zeros(2, 1, 0, 3), torch.zeros(2, 1, 0, 4))):
+            found = gradients_of([Placed.plain(term)], term.samples).project(projection)
+            assert torch.equal(found, torch.zeros(term.samples, projection.width))
+        empty = Rows(torch.zeros(2, 0, dtype=torch.int64), torch.zeros(2, 0, 3), 5)
+        assert torch.equal(gradients_of([Placed.plain(empty)], 2).project(projection), torch.zeros(2, projection.width))
+        none = gradients_of([Placed.plain(Dense(torch.zeros(2, 3, 0)))], 2).project(projection)
+        assert torch.equal(none, torch.zeros(2, projection.width))
+        assert len(gradients_of([Placed.plain(empty)], 2).select([]).project(projection)) == 2
+
+
+def test_a_sample_that_is_not_finite_spoils_no_other() -> None:
+    index, places = torch.tensor([[0, 1], [1, 2], [1, 0]]), torch.randn(3, 2, 4)
+    left, right = torch.randn(3, 1, 2, 5), torch.randn(3, 1, 2, 7)
+    for term in (Product(left, right), Product(left[:, :, :1], right[:, :, :1]), Rows(index, places, 3)):
+        whole = [factor.clone() for factor in term.factors]
+        broken = type(term)(**{field: getattr(term, field) for field in term.__dataclass_fields__})
+        next(factor for factor in broken.factors if factor.is_floating_point())[1] = math.inf
+        for projection in PROJECTIONS:
+            spoilt = gradients_of([Placed.plain(broken)], 3).project(projection)
+            assert torch.isfinite(spoilt[[0, 2]]).all()
+            assert not torch.isfinite(spoilt[1]).all()
+        for factor, value in zip(term.factors, whole, strict=True):
+            factor.copy_(value)
+
+
+# What the numbers don't depend on ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("projection", PROJECTIONS, ids=names_of)
+def test_rows_are_the_same_in_chunks_of_any_size(projection: Projection, device: torch.device) -> None:
+    model, tokens = Everything().to(device), torch.randint(11, (7, 8), device=device)
+    model.mask = model.mask.float()
+    target = torch.rand(7, device=device)
+
+    def rows_by(chunk: int) -> Tensor:
+        parts = zip(tokens.split(chunk), target.split(chunk), strict=True)
+        loss = lambda output, target: (target * output).square().sum()
+        return torch.cat([deferred_gradients(model, loss, (some,), goal).project(projection) for some, goal in parts])
+
+    whole = rows_by(7)
+    assert whole.dtype == torch.float32
+    for chunk in (1, 3):
+        assert_close(rows_by(chunk), whole.double().cpu(), 1e-5)
+
+
+def test_the_first_rows_of_a_dense_matrix_do_not_depend_on_how_many_there_are() -> None:
+    for kind in (Rademacher, Gaussian):
+        few, many = matrix_of(kind(5)), matrix_of(kind(133))
+        torch.testing.assert_close(few * math.sqrt(5), many[:5] * math.sqrt(133))
+
+
+def matrix_of(projection: Projection, name: str = "p") -> Tensor:
+    """[k, 40]: what it does to the unit vectors."""
+    return gradients_of([Placed.plain(Dense(torch.eye(40, dtype=torch.float64)))], 40, name).project(projection).t()
+
+
+def test_seeds_names_and_kinds_have_matrices_of_their_own() -> None:
+    found = [matrix_of(projection) for projection in (Rademacher(40), Rademacher(40, seed=1), Gaussian(40), Sparse(40), TwoSided(4, 10))]
+    found += [matrix_of(Rademacher(40), "q"), matrix_of(Rademacher(40, seed=10**30))]
+    for place, one in enumerate(found):
+        for other in found[:place]:
+            # 1,600 products of independent entries of mean zero and variance 1/40: a standard deviation of 1
+            assert abs((one * other).sum().item()) < 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_halves_are_projected_in_float32(dtype: torch.dtype) -> None:
+    term = Product(torch.randn(3, 1, 20, 9).to(dtype), torch.randn(3, 1, 20, 8).to(dtype))
+    exact = torch.einsum("ngta,ngtb->ngab", term.left.double(), term.right.double())
+    for projection in PROJECTIONS:
+        found = gradients_of([Placed.plain(term)], 3).project(projection)
+        assert found.dtype == torch.float32
+        assert_close(found, projected(projection, {"p": exact}), 1e-5)
+
+
+# What they estimate -----------------------------------------------------------------------------------------------------------------
+
+SEEDS = 1000
+NOISE = torch.randn(4, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+X, Y = NOISE[0], NOISE[0] + 0.7 * NOISE[1]
+LEFTS, RIGHTS = torch.stack([X[:12], Y[:12]]), torch.stack([NOISE[2, :10], NOISE[2, :10] + 0.5 * NOISE[3, :10]])
+
+
+def estimates(projection: Projection) -> tuple[Tensor, Tensor]:
+    """For many seeds (<Px, Py>, exact inner product): x and y are spread over a vector and a matrix of one position."""
+    two = torch.stack([X, Y])
+    gradients = PerSampleGradients(
+        {
+            "vector": gradients_of([Placed.plain(Dense(two))], 2).gradients["p"],
+            "matrix": DeferredGradient.of(Product(LEFTS[:, None, None], RIGHTS[:, None, None]), (12, 10)),
+        },
+        torch.zeros(2),
+    )
+    found = torch.stack([torch.dot(*gradients.project(replace(projection, seed=seed)).unbind()) for seed in range(SEEDS)])  # type: ignore[type-var]
+    return found, torch.dot(X, Y) + torch.dot(*LEFTS.unbind()) * torch.dot(*RIGHTS.unbind())
+
+
+def errors_in_mean(found: Tensor, exact: Tensor) -> float:
+    """How many standard errors the mean is off."""
+    return ((found.mean() - exact) / (found.std() / math.sqrt(SEEDS))).abs().item()
+
+
+def errors_in_variance(found: Tensor, variance: Tensor) -> float:
+    squares = (found - found.mean()).square()
+    return ((squares.mean() - variance) / (squares.std() / math.sqrt(SEEDS))).abs().item()
+
+
+def of_signs(x: Tensor, y: Tensor) -> Tensor:
+    """k Var <Px, Py> of random signs."""
+    return x.square().sum() * y.square().sum() + torch.dot(x, y).square() - 2 * (x.square() * y.square()).sum()
+
+
+def of_normals(x: Tensor, y: Tensor) -> Tensor:
+    return x.square().sum() * y.square().sum() + torch.dot(x, y).square()
+
+
+def whole() -> tuple[Tensor, Tensor]:
+    matrices = torch.einsum("na,nb->nab", LEFTS, RIGHTS).flatten(1)
+    both = torch.cat([torch.stack([X, Y]), matrices], 1)
+    return both[0], both[1]
+
+
+def of_segments(x: Tensor, y: Tensor, size: int) -> Tensor:
+    """k Var <Px, Py> of an order for each segment: nothing meets within one."""
+    inside = sum((of_normals(a, b) for part in ((X, Y), (x[50:], y[50:])) for a, b in zip(*(z.split(size) for z in part), strict=True)))
+    return of_normals(x, y) - inside
+
+
+def of_kronecker(left: int, right: int) -> Tensor:
+    """Var <Px, Py> of the matrix of one position alone, for signs: a product of two independent estimates."""
+    means = [torch.dot(*side.unbind()) for side in (LEFTS, RIGHTS)]
+    variances = [of_signs(*LEFTS.unbind()) / left, of_signs(*RIGHTS.unbind()) / right]
+    return (means[0] ** 2 + variances[0]) * (means[1] ** 2 + variances[1]) - means[0] ** 2 * means[1] ** 2
+
+
+VARIANCES = [
+    (Rademacher(8), lambda x, y: of_signs(x, y) / 8),
+    (Rademacher(8, per="parameter"), lambda x, y: (of_signs(X, Y) + of_signs(x[50:], y[50:])) / 8),
+    (Gaussian(8), lambda x, y: of_normals(x, y) / 8),
+    (Sparse(8), lambda x, y: of_segments(x, y, 8) / 8),
+    (Sparse(12, nonzeros=3), lambda x, y: of_segments(x, y, 4) / 12),
+    (TwoSided(3, 4), lambda x, y: of_signs(X, Y) / 12 + of_kronecker(3, 4)),
+    # in shared columns the two parameters meet: noise of their norms besides
+    (TwoSided(3, 4, per="total"), None),
+]
+
+
+@pytest.mark.parametrize(("projection", "variance"), VARIANCES, ids=lambda x: names_of(x) + x.per if isinstance(x, Projection) else "")
+def test_inner_products_are_estimated_without_bias_and_with_the_variance_that_is_claimed(projection: Projection, variance: object) -> None:
+    found, exact = estimates(projection)
+    assert errors_in_mean(found, exact) < 4
+    assert errors_in_mean(1.2 * found, exact) > 4  # a wrong scale is seen
+    if callable(variance):
+        claimed = variance(*whole())
+        assert errors_in_variance(found, claimed) < 4
+        assert errors_in_variance(found, 2 * claimed) > 4
+
+
+def test_entries_have_the_moments_of_their_distribution() -> None:
+    places = torch.arange(1 << 14)
+    for kind, fourth in (("rademacher", 1.0), ("gaussian", 3.0)):
+        found = Entries(kind, 7, 64, torch.device("cpu")).at(places).double()  # type: ignore[arg-type]
+        count = found.numel()
+        assert abs(found.mean().item()) < 4 / math.sqrt(count)
+        assert abs(found.square().mean().item() - 1) < 4 * math.sqrt(max(fourth - 1, 1e-12) / count)
+        assert abs(found.pow(4).mean().item() - fourth) < 4 * math.sqrt(96 / count) * (fourth > 1) + 1e-12
+        for shift in (1, 2, 32, 64 * 16):  # neighbours in a row, in a word, in a column
+            flat = found.flatten()
+            assert abs((flat[shift:] * flat[:-shift]).mean().item()) < 4 / math.sqrt(count - shift)
+
+
+def test_a_segment_fills_its_columns_and_both_ways_to_it_agree() -> None:
+    for size, count in ((1, 3), (6, 2), (64, 1), (100, 1)):
+        orders = Orders(3, size, count)
+        places, signs = orders.gathered(range(2, 5), torch.device("cpu"))
+        every = torch.arange(size)[:, None] + size * torch.arange(3)
+        assert torch.equal(places.view(count, size, 3).sort(1).values, every.expand(count, -1, -1))
+        columns, same = orders.scattered(2 * size + torch.arange(3 * size))
+        back = torch.zeros(count * size, 3 * size)
+        back.scatter_(0, columns.t(), same.t())
+        there = torch.zeros(count * size, 3 * size).scatter_(1, places, signs)
+        assert torch.equal(back, there)
+
+
+# How little they hold ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("projection", [Rademacher(64), Sparse(4096), TwoSided(64, 64)], ids=names_of)
+@pytest.mark.parametrize("positions", [1, 3])
+def test_twenty_million_parameters_without_one_samples_gradient(projection: Projection, positions: int) -> None:
+    rows, columns, n = 4096, 5000, 4
+    term = Product(torch.randn(n, 1, positions, rows), torch.randn(n, 1, positions, columns))
+    gradients = PerSampleGradients({"p": DeferredGradient.of(term, (rows, columns))}, torch.zeros(n))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        out = gradients.project(projection)
+    assert out.shape == (n, projection.width)
+    events = found.profiler.kineto_results.events()  # type: ignore[union-attr]
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    now = peak = 0
+    for _, change in changes:
+        now += change
+        peak = max(peak, now)
+    one_sample = 4 * rows * columns
+    assert 0 < peak < one_sample / 3
+
+
+def test_rows_that_no_sample_looked_up_are_not_drawn() -> None:
+    gradients = gradients_of([Placed.plain(Rows(torch.tensor([[3, 10**9]]), torch.randn(1, 2, 4), 2 * 10**9))], 1)
+    for projection in (Rademacher(8), Sparse(8), TwoSided(2, 4)):
+        assert gradients.project(projection).shape == (1, 8)
+
+
+# What they say of themselves --------------------------------------------------------------------------------------------------------
+
+
+def test_a_description_is_plain_and_makes_the_same_projection() -> None:
+    for projection in PROJECTIONS:
+        again = projection_from(json.loads(json.dumps(projection.describe())))
+        assert again == projection
+        assert again.fingerprint == projection.fingerprint
+    assert len({projection.fingerprint for projection in [*PROJECTIONS, Rademacher(70, seed=1), Rademacher(71)]}) == len(PROJECTIONS) + 2
+
+
+def test_columns_say_what_is_whose() -> None:
+    assert Sparse(8).columns(["a", "b"]) == {"a": slice(0, 8), "b": slice(0, 8)}
+    assert TwoSided(2, 3).columns(["a", "b"]) == {"a": slice(0, 6), "b": slice(6, 12)}
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Rademacher(0), "Rademacher: k=0\n  expected: a whole number, at least 1"),
+        (lambda: Gaussian(2.5), "Gaussian: k=2.5\n"),  # type: ignore[arg-type]
+        (lambda: Rademacher(4, seed=0.5), "Rademacher: seed=0.5\n  expected: a whole number"),  # type: ignore[arg-type]
+        (lambda: Rademacher(4, per="module"), "Rademacher: per='module'\n  expected: 'total' or 'parameter'"),  # type: ignore[arg-type]
+        (lambda: Sparse(10, nonzeros=3), "Sparse: k=10 with nonzeros=3\n  expected: a multiple of nonzeros"),
+        (lambda: TwoSided(4, True), "TwoSided: right=True\n"),
+        (lambda: TwoSided(4, 4, matrices="signs"), "TwoSided: matrices='signs'\n  expected: 'rademacher' or 'gaussian'"),  # type: ignore[arg-type]
+        (lambda: projection_from({"kind": "hadamard"}), "a projection of kind 'hadamard'\n  expected: one of rademacher, gaussian, sparse"),
+        (lambda: projection_from({**Sparse(4).describe(), "version": 0}), "a projection of version 0\n  expected: version 1"),
+        (lambda: projection_from({**Sparse(4).describe(), "rows": 0}), "a description of a sparse projection with"),
+    ],
+)
+def test_what_can_not_be_is_refused_by_name(make: object, words: str) -> None:
+    assert callable(make)
+    with pytest.raises(TransformArgumentError) as refused:
+        make()
+    assert str(refused.value).startswith(words)
+
+
+def test_the_written_out_matrices_are_what_they_are_called() -> None:
+    """The oracle itself: columns of length one, as many non-zeros as asked for."""
+    for projection in PROJECTIONS:
+        written = matrix(projection, "p", (5, 4))
+        if not isinstance(projection, Gaussian) and getattr(projection, "matrices", "") != "gaussian":
+            torch.testing.assert_close(written.norm(dim=0), torch.ones(20, dtype=torch.float64))
+        if isinstance(projection, Sparse):
+            assert ((written != 0).sum(0) == projection.nonzeros).all()
