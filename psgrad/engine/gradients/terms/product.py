@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from psgrad.engine.gradients.costs import Cost, norm_ways
+from psgrad.engine.gradients.huge_pages import room
 from psgrad.engine.gradients.machines import machine
 from psgrad.engine.gradients.terms.base import (
     Term,
@@ -66,9 +67,10 @@ class Product(Term):
         return out
 
     def materialise(self) -> torch.Tensor:
-        if self.left.shape[2] == 1:  # a product of matrices with one term a sum is a third slower than what it is: one pass of writing
-            return self.left.transpose(2, 3) * self.right
-        return torch.matmul(self.left.transpose(2, 3), self.right)
+        out = room((self.samples, *self.shape), self.factors)
+        # a product of matrices with one term a sum is a third slower than what it is: one pass of writing
+        multiply = torch.mul if self.left.shape[2] == 1 else torch.matmul
+        return multiply(self.left.transpose(2, 3), self.right, out=out)
 
     def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
         left, right = accumulating(self.left), accumulating(self.right)
