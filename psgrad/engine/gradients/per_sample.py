@@ -80,21 +80,35 @@ def per_sample_square_norms(
 
 
 class NormsByName:
-    """Squared norms, parameter by parameter as the pass back completes them."""
+    """Squared norms, parameter by parameter as the pass back completes them.
+
+    Small gradients wait for one another, so that their norms are vetted in one go.
+    """
 
     def __init__(self) -> None:
         self.found: dict[str, torch.Tensor] = {}
         self.computed_as: dict[str, str] = {}
+        self._waiting: dict[str, DeferredGradient] = {}
 
     def add(self, name: str, gradient: DeferredGradient) -> None:
         self.computed_as[name] = gradient.describe()
-        if gradient.terms:
+        if not gradient.terms:
+            return
+        if gradient.shape.numel() <= _SMALL:
+            self._waiting[name] = gradient
+        else:
             self.found[name] = square_norms([gradient])[0]
 
     def of(self, names: Iterable[str], losses: torch.Tensor, aux: Any) -> SquareNorms:
         """Those of all parameters, in order."""
+        self.found |= zip(self._waiting, square_norms(list(self._waiting.values())), strict=True)
+        self._waiting.clear()
         zero = torch.zeros(losses.shape, dtype=torch.float64, device=losses.device)
         return SquareNorms({name: self.found.get(name, zero) for name in names}, losses, aux, self.computed_as)
+
+
+# Entries of a parameter whose gradients may wait for their norms: biases and the like.
+_SMALL = 1024
 
 
 class Pass:
@@ -159,4 +173,4 @@ def _collected(level: BatchLevel, parameter: torch.Tensor, cotangent: torch.Tens
     value = deferred_in(level.batch, cotangent)
     if value is None:
         value = DeferredGradient.of(Dense(level.batch.physical(cotangent)), shape)
-    return value.with_terms(merged(value.terms))
+    return value.with_terms(merged(value.terms)) if len(value.terms) > 1 else value

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,6 +38,18 @@ from psgrad.engine.transforms.rules.windows import (
 aten = torch.ops.aten
 
 
+class Sizes(NamedTuple):
+    """What a convolution's gradient costs follows from these: of one group where there are several."""
+
+    groups: int
+    places: int  # of the kernel
+    steps: int  # along all axes of the kernel together
+    positions: int  # of the output, inner batch included
+    pixels: int  # of the padded input, likewise
+    rows: int
+    columns: int  # at each place of the kernel
+
+
 @dataclass(frozen=True)
 class Convolution(Term):
     """A convolution's weight gradient: a product over output positions of cotangents with patches that are not written out."""
@@ -64,27 +76,23 @@ class Convolution(Term):
         patches, cotangents = as_matrices(self.cotangents, self.inputs, self.weight_shape, self.geometry)
         return Product(cotangents, patches)
 
-    def _sizes(self) -> tuple[int, int, int]:
-        """(places of the kernel, positions, pixels of the padded input), inner batch included."""
-        narrow, wide = (self.inputs, self.cotangents) if self.geometry.transposed else (self.cotangents, self.inputs)
-        inner, positions = narrow.shape[1], narrow.shape[3:]
-        reach = padded_sides(wide.shape[3:], self.weight_shape[2:], positions, self.geometry)
-        return math.prod(self.weight_shape[2:]), inner * math.prod(positions), inner * math.prod(reach)
+    def _sizes(self) -> Sizes:
+        return _sizes(
+            self.cotangents.shape[1:], self.inputs.shape[1:], self.weight_shape, Geometry.of(self.geometry, self.inputs.dim() - 3)
+        )
 
     def ways(self) -> dict[str, Cost]:
         """Gram matrices of p pixels and t positions cost p*p*columns + t*t*rows a group and one addition of p*p for each step along an
         axis of the kernel; writing the value out t*rows*columns for each of its places."""
-        places, positions, pixels = self._sizes()
         grouped = grouped_kernel_is_fast(self.cotangents, self.weight_shape, self.geometry)
-        sizes = self.geometry.groups, places, sum(self.weight_shape[2:]), positions, pixels, *self.weight_shape[:2]
-        return _norm_ways(machine(self.device), *sizes, accumulating_dtype(self.dtype), grouped, block_bytes(self.device))
+        return _norm_ways(machine(self.device), self._sizes(), accumulating_dtype(self.dtype), grouped, block_bytes(self.device))
 
     def _blocks(self) -> Iterator[slice]:
         """Samples whose weight gradients, and patches where they have to be written out, fit a block."""
         elements = math.prod(self.weight_shape)
         if writes_patches(self.cotangents, self.weight_shape, self.geometry):
-            places, positions, _ = self._sizes()
-            elements = max(elements, positions * places * self.weight_shape[1] * self.geometry.groups)
+            sizes = self._sizes()
+            elements = max(elements, sizes.positions * sizes.places * sizes.columns * sizes.groups)
         return blocks(self.samples, elements * max(self.dtype.itemsize, 4), self.device)
 
     def square_norms(self) -> torch.Tensor:
@@ -130,7 +138,7 @@ class Convolution(Term):
         return Convolution(self.cotangents * factor, self.inputs, self.weight_shape, self.geometry)
 
     def kin(self) -> tuple[Any, ...]:
-        geometry = tuple(tuple(each) if isinstance(each, (list, tuple)) else each for each in self.geometry)
+        geometry = Geometry.of(self.geometry, self.inputs.dim() - 3)
         return Convolution, self.shape, geometry, self.inputs.shape[2:], self.cotangents.shape[2:]
 
     def plus(self, others: Sequence[Convolution]) -> Convolution:
@@ -140,32 +148,31 @@ class Convolution(Term):
 
 
 @functools.lru_cache(maxsize=4096)
-def _norm_ways(
-    on: Machine,
-    groups: int,
-    places: int,
-    steps: int,
-    positions: int,
-    pixels: int,
-    rows: int,
-    columns: int,
-    dtype: torch.dtype,
-    grouped: bool,
-    block: int,
-) -> dict[str, Cost]:
-    """The ways to a convolution's squared norms: `places` of the kernel, `steps` along all its axes together, `rows` of all groups."""
-    item, each = dtype.itemsize, rows // groups
-    grams, value = groups * (pixels**2 + 2 * positions**2) * item, rows * columns * places * item
+def _sizes(cotangents: torch.Size, inputs: torch.Size, weight: torch.Size, geometry: Geometry) -> Sizes:
+    """From the shapes of one sample, [b, channels, *]."""
+    narrow, wide = (inputs, cotangents) if geometry.transposed else (cotangents, inputs)
+    sides = padded_sides(wide[2:], weight[2:], narrow[2:], geometry)
+    kernel, groups = weight[2:], geometry.groups
+    positions, pixels = narrow[0] * narrow[2:].numel(), narrow[0] * math.prod(sides)
+    return Sizes(groups, kernel.numel(), sum(kernel), positions, pixels, weight[0] // groups, weight[1])
+
+
+@functools.lru_cache(maxsize=4096)
+def _norm_ways(on: Machine, sizes: Sizes, dtype: torch.dtype, grouped: bool, block: int) -> dict[str, Cost]:
+    """The ways to a convolution's squared norms."""
+    groups, places, steps, positions, pixels, rows, columns = sizes
+    item = dtype.itemsize
+    grams, value = groups * (pixels**2 + 2 * positions**2) * item, groups * rows * columns * places * item
     n = max(1, block // grams)
     by_grams = on.matmul_seconds(n * groups, pixels, pixels, columns, dtype) + on.matmul_seconds(
-        n * groups, positions, positions, each, dtype
+        n * groups, positions, positions, rows, dtype
     )
     by_grams += on.stream_seconds(3 * steps * n * groups * pixels**2 * item, n * grams) + on.stream_seconds(2 * n * grams, n * grams)
     m = max(1, block // value)
     if grouped:
-        moved = (positions * rows + pixels * columns * groups) * item + value
-        written = on.convolution_seconds(2.0 * m * positions * rows * columns * places, m * moved, dtype, grouped=True)
+        moved = groups * (positions * rows + pixels * columns) * item + value
+        written = on.convolution_seconds(2.0 * m * positions * value / item, m * moved, dtype, grouped=True)
     else:
-        written = places * on.matmul_seconds(m * groups, each, columns, positions, dtype)
+        written = places * on.matmul_seconds(m * groups, rows, columns, positions, dtype)
     written += on.stream_seconds(m * value, m * value)
     return {"gram": Cost(by_grams / n, grams), "materialise": Cost(written / m, value)}

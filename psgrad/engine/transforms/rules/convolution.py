@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from psgrad.engine.transforms.interpreter import run
 from psgrad.engine.transforms.rules.families import aten
-from psgrad.engine.transforms.rules.registry import Op, define
+from psgrad.engine.transforms.rules.registry import Op, define, replace
 from psgrad.engine.transforms.rules.windows import Geometry, weight_gradients
 
 
@@ -120,3 +121,19 @@ define(
     vjp={0: _cotangent_back, 1: _backward_input_back, 2: _backward_weight_back},
     batch=_backward_batch,
 )
+
+
+def _ordinary(op: Op, axes: int) -> None:
+    """A layer's convolution is the general one, without the way through PyTorch's composite definition at each level."""
+
+    def convolution(x: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1) -> Any:
+        spread = [[value] * axes if isinstance(value, int) else value for value in (stride, padding, dilation)]
+        if x.dim() != axes + 2:  # one image without a batch axis
+            return op.decompose(x, weight, bias, *spread, groups)
+        return run(aten.convolution.default, x, weight, bias, *spread, False, [0] * axes, groups)
+
+    replace(op)(convolution)
+
+
+for _op, _axes in ((aten.conv1d.default, 1), (aten.conv2d.default, 2), (aten.conv3d.default, 3)):
+    _ordinary(_op, _axes)

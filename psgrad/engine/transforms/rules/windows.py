@@ -29,8 +29,8 @@ class Geometry(NamedTuple):
 
     @classmethod
     def of(cls, args: Sequence[Any], axes: int) -> Geometry:
-        """PyTorch lets one number stand for all spatial axes."""
-        spread: list[Any] = [list(a) * axes if isinstance(a, (list, tuple)) and len(a) == 1 else a for a in args]
+        """PyTorch lets one number stand for all spatial axes. The result can be a key."""
+        spread: list[Any] = [tuple(a) * (axes if len(a) == 1 else 1) if isinstance(a, (list, tuple)) else a for a in args]
         return cls(*spread)
 
 
