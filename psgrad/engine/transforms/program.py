@@ -195,7 +195,8 @@ class CudaGraph:
         torch.cuda.current_stream().wait_stream(stream)
         generators.restore(before)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        # Only this thread must keep from what a graph can't hold: another one may be copying the next chunk to the GPU.
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             self.results = self.run(*self.given)
 
 

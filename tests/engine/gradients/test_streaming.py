@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from psgrad.engine.gradients import PerSampleGradients
+from psgrad.engine.gradients.per_sample import per_sample_square_norms
+from psgrad.engine.gradients.plan import predict
 from psgrad.engine.gradients.streaming import Stream
 from psgrad.engine.measures.norms import GradientNorms
 from psgrad.engine.objective import Objective
@@ -135,6 +137,47 @@ def test_want_of_memory_halves_the_rows_that_failed_and_changes_nothing_else(mod
         ]
 
 
+def test_an_automatic_chunk_is_the_largest_whose_predicted_memory_fits(model: nn.Module) -> None:
+    table, budget = Table(1000), 40_000
+    stream = stream_of(model, table.read, memory=budget)
+    found = columns_of(stream, 1000)
+    chunk = stream.load(0, 8)
+
+    def way(params: Any, inputs: Any, target: Any) -> Any:
+        return per_sample_square_norms(stream.loss, params, inputs, target, in_dims=(0, 0), has_aux=True)
+
+    def takes(size: int) -> int:
+        prediction = predict(way, stream.params, *chunk, size)
+        return prediction.peak_bytes + prediction.input_bytes
+
+    assert 8 < stream.chunk_size < 1000
+    assert takes(stream.chunk_size) <= budget < takes(stream.chunk_size + stream.chunk_size // 10 + 1)
+    assert table.asked[:2] == [(0, 8), (8, 8 + stream.chunk_size)]
+    torch.testing.assert_close(found, columns_of(stream_of(model, table.read, chunk_size=1000), 1000), rtol=1e-10, atol=0)
+
+
+def test_a_prediction_below_the_first_chunk_splits_it(model: nn.Module) -> None:
+    table = Table()
+    stream = stream_of(model, table.read, memory=1)
+    torch.testing.assert_close(columns_of(stream), columns_of(stream_of(model, table.read, chunk_size=ROWS)), rtol=1e-10, atol=0)
+    assert (stream.chunk_size, stream.retries) == (1, 0)
+
+
+def test_a_pass_that_cannot_be_followed_without_running_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def branching(output: Tensor, target: Tensor) -> Tensor:
+        return output.sum() if output[0] > 0 else output.square().sum()
+
+    table, model = Table(), nn.Linear(6, 3).double()
+    objective = Objective(model, branching)
+    chosen = []
+    for memory in (20_000, None):  # the second is not predicted, as the rows are few
+        monkeypatch.setattr("psgrad.engine.gradients.memory.free_memory", lambda device: 80_000)
+        stream = Stream(objective.loss, objective.params, table.read, memory=memory)
+        columns_of(stream)
+        chosen.append(stream.chunk_size)
+    assert 1 < chosen[0] == chosen[1]
+
+
 class Room:
     """A loss on a machine with memory for `room(first row)` samples at a time, if the first input says which row it is."""
 
@@ -182,16 +225,16 @@ def test_one_chunk_that_fails_leaves_the_next_ones_as_large_as_before(model: nn.
 
 
 def test_a_size_that_fails_twice_in_a_row_is_given_up(model: nn.Module) -> None:
-    table = Table(1000)
+    table = Table(300)
     room = Room(table, lambda row: 7 if row >= 128 else 64)
-    stream, found = in_a_room(model, table, room, 64, 1000)
+    stream, found = in_a_room(model, table, room, 64, 300)
     # 64 fails, then 32, 16 and 8; a second 8 fails, and nothing as large is tried from there on
     assert room.tried[2:12] == [
         *((128, 128 + size) for size in (64, 32, 16, 8, 4)),
         *((132, 136), (136, 144), (136, 140), (140, 144), (144, 148)),
     ]
     assert {last - first for first, last in room.tried[12:]} == {4}
-    assert found["row"].tolist() == list(range(1000))
+    assert found["row"].tolist() == list(range(300))
     assert (stream.chunk_size, stream.retries) == (4, 5)
 
 
