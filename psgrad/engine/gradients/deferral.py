@@ -15,8 +15,11 @@ from psgrad.engine.gradients.placed import Placed as Placed
 from psgrad.engine.gradients.placed import deferred_in as deferred_in
 from psgrad.engine.gradients.placed import oriented as oriented
 from psgrad.engine.gradients.starts import STARTS
+from psgrad.engine.gradients.terms import Dense
 from psgrad.engine.transforms.batching import Batch
+from psgrad.engine.transforms.interpreter import tensors_in
 from psgrad.engine.transforms.operators import Op
+from psgrad.engine.transforms.rules.registry import batching_rule
 
 
 class WeightDeferral:
@@ -30,5 +33,23 @@ class WeightDeferral:
         waiting = [deferred_in(batch, a) for a in (args[0] if joined else args)]
         if any(w is not None for w in waiting):
             handler = ON_THE_WAY.get(op)
-            return NotImplemented if handler is None else handler(batch, op, waiting, args, kwargs)
+            result = NotImplemented if handler is None else handler(batch, op, waiting, args, kwargs)
+            return _made_real(batch, op, args, kwargs) if result is NotImplemented else result
         return STARTS[op](batch, op, *args, **kwargs) if op in STARTS else NotImplemented
+
+
+def _made_real(batch: Batch, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The operator on the values, written out. What it returns remembers that its factors were lost here."""
+    if batching_rule(op) is None:  # it is written with other operators, which may do with factors
+        return NotImplemented
+    tracers: list[Any] = [a for a in tensors_in(args, kwargs) if deferred_in(batch, a) is not None]
+    lost = next((tracer.value.lost_at for tracer in tracers if tracer.value.lost_at), op.name().removeprefix("aten::"))
+    for tracer in tracers:
+        tracer.below()
+    returns = op._schema.returns
+    if op._schema.is_mutable or len(returns) != 1 or str(returns[0].type) != "Tensor":
+        return NotImplemented
+    result = batch.level.process(op, args, kwargs)
+    if not batch.is_mapped(result) or deferred_in(batch, result) is not None or not (result.is_floating_point() or result.is_complex()):
+        return result
+    return DeferredGradient.of(Dense(batch.physical(result), written_out=True, lost_at=lost), result.shape)

@@ -77,6 +77,15 @@ class Layout:
         return self if self.window is None else replace(self, window=None)
 
     @property
+    def without_ones(self) -> Layout:
+        """The same without atoms of size one, which say nothing."""
+        kept = [atom for atom, size in enumerate(self.atoms) if size != 1]
+        if len(kept) == len(self.atoms):
+            return self
+        place = {atom: number for number, atom in enumerate(kept)}
+        return replace(self, atoms=tuple(self.atoms[a] for a in kept), order=tuple(place[a] for a in self.order if a in place))
+
+    @property
     def slices(self) -> tuple[slice, ...]:
         """The window, as an index into the parameter."""
         if self.window is None:
@@ -86,6 +95,8 @@ class Layout:
     def apply(self, value: torch.Tensor, lead: int = 0) -> torch.Tensor:
         """[*lead, *canonical] -> [*lead, *shape]; `lead` axes in front are left alone."""
         front = value.shape[:lead]
+        if self.window is None and value.shape[lead:] == self.inner and self._is_ordered:
+            return value
         value = value.reshape((*front, *self.atoms))
         if not self._is_ordered:
             value = value.permute(*range(lead), *(lead + i for i in self.order))

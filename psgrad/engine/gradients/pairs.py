@@ -7,17 +7,77 @@ import math
 import torch
 
 from psgrad.engine.gradients.deferral import Placed, oriented
-from psgrad.engine.gradients.terms import Product, Rows, accumulating, accumulating_dtype, blocks, sum_of_products
+from psgrad.engine.gradients.linear import labelled, times
+from psgrad.engine.gradients.meeting import meet
+from psgrad.engine.gradients.terms import (
+    Convolution,
+    Dense,
+    Multiples,
+    Product,
+    Rows,
+    Term,
+    accumulating,
+    accumulating_dtype,
+    blocks,
+    sum_of_products,
+)
 
 
 def cross_products(a: Placed, b: Placed) -> torch.Tensor:
     """[n] float64: each sample's inner product of two terms of one parameter."""
-    x, y = oriented(a), oriented(b)
+    common = meet(a, b) if a.term.samples else []
+    if common is None:
+        return _written_out(a, b)
+    if not common:
+        return torch.zeros(a.term.samples, dtype=torch.float64, device=a.term.device)
+    ((a, b),) = common
+    if isinstance(b.term, Multiples) and not isinstance(a.term, Multiples):
+        a, b = b, a
+    if isinstance(a.term, Multiples) and (found := _with_multiples(a, a.term, b)) is not None:
+        return found
+    x, y = (_as_product(oriented(placed)) for placed in (a, b))
     if isinstance(x, Product) and isinstance(y, Rows):
         x, y = y, x
     if isinstance(x, Rows) and isinstance(y, Product) and y.shape == (1, *x.shape):
         return _rows_with_product(x, y)
+    if isinstance(x, Product) and isinstance(y, Product) and x.shape == y.shape and _gram_is_cheaper(x, y):
+        return _products(x, y)
     return _written_out(a, b)
+
+
+def _as_product(term: Term | None) -> Term | None:
+    """A convolution with windows of one element has its patches there."""
+    if isinstance(term, Convolution) and math.prod(term.shape[2:]) == 1 and term.geometry.groups == 1:
+        return term.as_product()
+    return term
+
+
+def _with_multiples(a: Placed, multiples: Multiples, b: Placed) -> torch.Tensor | None:
+    """<c * u, value> = <u, c * value>: the coefficients go into a factor of the other term."""
+    own = labelled(multiples, a.layout)
+    if own is None or isinstance(b.term, Dense):
+        return None
+    found = times(b, own.coefficients, each=True)
+    if found is None:
+        return None
+    return found[0].term.dot(found[0].layout.invert(own.shared, found[0].term.shape)).double()
+
+
+def _gram_is_cheaper(x: Product, y: Product) -> bool:
+    t, s, rows, columns = x.left.shape[2], y.left.shape[2], *x.shape[1:]
+    return t * s * (rows + columns) <= (t + s) * rows * columns
+
+
+def _products(x: Product, y: Product) -> torch.Tensor:
+    """Sum over positions t, s of <left[t], left'[s]> * <right[t], right'[s]>."""
+    kind = torch.promote_types(accumulating_dtype(x.dtype), accumulating_dtype(y.dtype))
+    groups, t, s = x.left.shape[1], x.left.shape[2], y.left.shape[2]
+    out = torch.empty(x.samples, dtype=torch.float64, device=x.device)
+    for block in blocks(x.samples, 2 * groups * t * s * kind.itemsize, x.device):
+        one, other = x.at(block, kind), y.at(block, kind)
+        left = torch.matmul(one.left, other.left.transpose(2, 3))
+        out[block] = sum_of_products(left, torch.matmul(one.right, other.right.transpose(2, 3))).double()
+    return out
 
 
 def _rows_with_product(table: Rows, product: Product) -> torch.Tensor:

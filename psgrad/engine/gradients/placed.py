@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -52,9 +52,21 @@ class DeferredGradient:
         return " + ".join(placed.term.describe() for placed in self.terms) or "zero"
 
     @property
-    def is_unfactored(self) -> bool:
-        """Whether it holds a value of the size of a weight (two axes or more that are longer than one) for each sample."""
-        return any(isinstance(p.term, Dense) and sum(size > 1 for size in p.term.shape) > 1 for p in self.terms)
+    def lost_at(self) -> str:
+        """The operator on its way that could not be carried out on factors, so that a value of the parameter's size had to be made for
+        each sample; empty if there was none. A bias, which never had factors, has lost none.
+        """
+        return next((p.term.lost_at for p in self.terms if isinstance(p.term, Dense) and p.term.lost_at), "")
+
+    def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
+        """[*shape]: the sum over samples, each times its weight [n]."""
+        parts = [placed.layout.apply(placed.term.weighted_sum(weights)) for placed in self.terms]
+        if not parts:
+            return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        return total
 
     def materialise(self) -> torch.Tensor:
         """[n, *shape]"""
@@ -91,8 +103,8 @@ def upright(placed: Placed) -> Placed:
     term = oriented(bare)
     layout = Layout.identity(term.shape).reshape(bare.layout.shape) if term is not None else None
     if term is None or layout is None:
-        return placed
-    return Placed(term, Layout(layout.atoms, layout.order, layout.inner, placed.layout.window))
+        return Placed(placed.term, placed.layout.without_ones)
+    return Placed(term, replace(layout, window=placed.layout.window))
 
 
 def deferred_in(batch: Batch, argument: Any) -> DeferredGradient | None:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from psgrad.engine.gradients import PerSampleGradients
+from psgrad.engine.gradients import PerSampleGradients, per_sample_square_norms
 from psgrad.engine.gradients.deferral import DeferredGradient
 from psgrad.engine.gradients.per_sample import Pass
 from psgrad.engine.transforms import functional_call
@@ -336,9 +336,12 @@ def test_what_stays_factored(name: str) -> None:
 def test_queries_of_a_weight_used_in_any_way(name: str) -> None:
     program = PROGRAMS[name]
     params, batch = program.draw()
-    grads = gradients_of(program, params, batch)
+    # the products of "cast down" are float32's
+    assert_queries_agree(program, params, batch, gradients_of(program, params, batch), single=name == "cast down")
+
+
+def assert_queries_agree(program: Program, params: Params, batch: tuple[Any, ...], grads: PerSampleGradients, single: bool = False) -> None:
     expected = one_by_one(program, params, batch)
-    single = name == "cast down"  # the products are float32's
     weights, vector = torch.rand(N, dtype=torch.float64), {key: torch.randn_like(value) for key, value in params.items()}
     found, sums, norms = grads.materialise(), grads.weighted_sum(weights), grads.square_norms(per="parameter")
     for key, value in expected.items():
@@ -346,6 +349,32 @@ def test_queries_of_a_weight_used_in_any_way(name: str) -> None:
         close(sums[key], torch.einsum("n,n...->...", weights, value), single)
         close(norms[key], value.flatten(1).square().sum(1) if value.dim() > 1 else value.square(), single)
         close(grads.dot({key: vector[key]}), (value * vector[key]).reshape(N, -1).sum(1), single)
+
+
+LOST: dict[str, Callable[..., Tensor]] = {
+    "running sums": lambda x, w: F.linear(x, w.cumsum(0)),
+    "a transform of rows": lambda x, w: F.linear(x, torch.fft.fft(w).real),
+    "largest so far": lambda x, w: F.linear(x, w.cummax(0)[0]),
+    "rows in order": lambda x, w: F.linear(x, 2 * w.sort(0)[0].t()),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_what_can_not_be_factored_is_told(name: str) -> None:
+    """Where an operator needs the value, it is made for each sample, and the run can say so; a bias, which has no factors, is left out."""
+    program = of(lambda x, w, v, b: LOST[name](x, w) * F.linear(x, v, b), (2, 4), w=(4, 4), v=(4, 4), b=(4,), kinds={})
+    params, batch = program.draw()
+    grads = gradients_of(program, params, batch)
+    assert grads.unfactored == ["w"]
+    assert grads.describe()["w"].startswith("materialise after ")
+    assert per_sample_square_norms(program.loss, params, *batch).unfactored == ["w"]
+    assert_queries_agree(program, params, batch, grads)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_stays_factored_is_not_told(name: str) -> None:
+    program = PROGRAMS[name]
+    assert gradients_of(program, *program.draw()).unfactored == []
 
 
 def close(actual: Tensor, expected: Tensor, single: bool = False) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
@@ -21,19 +22,20 @@ class DenseMaps(Maps):
 
     def narrow(self, term: Dense, layout: Layout, dim: int, start: int, step: int, length: int) -> Placed | None:
         value = layout.apply(term.value, lead=1)
-        return Placed.plain(Dense(value[(slice(None),) * (dim + 1) + (slice(start, start + (length - 1) * step + 1, step),)]))
+        at = (slice(None),) * (dim + 1) + (slice(start, start + (length - 1) * step + 1, step),)
+        return Placed.plain(replace(term, value=value[at]))
 
     def sum(self, term: Dense, layout: Layout, dims: set[int]) -> Placed | None:
-        return Placed.plain(Dense(layout.apply(term.value, lead=1).sum([dim + 1 for dim in dims], keepdim=True)))
+        return Placed.plain(replace(term, value=layout.apply(term.value, lead=1).sum([dim + 1 for dim in dims], keepdim=True)))
 
     def times(self, term: Dense, layout: Layout, by: torch.Tensor, product: Multiply, *, each: bool) -> Placed | None:
-        return Placed.plain(Dense(product(layout.apply(term.value, lead=1), by if each else by.unsqueeze(0))))
+        return Placed.plain(replace(term, value=product(layout.apply(term.value, lead=1), by if each else by.unsqueeze(0))))
 
     def contract(self, term: Dense, layout: Layout, dim: int, matrix: torch.Tensor) -> Placed | None:
         if matrix.dim() != 2:
             return None
         value, matrix = of_one_dtype(layout.apply(term.value, lead=1), matrix)
-        return Placed.plain(Dense(torch.matmul(value.movedim(dim + 1, -1), matrix).movedim(-1, dim + 1)))
+        return Placed.plain(replace(term, value=torch.matmul(value.movedim(dim + 1, -1), matrix).movedim(-1, dim + 1)))
 
 
 def labelled(term: Multiples, layout: Layout) -> Multiples | None:

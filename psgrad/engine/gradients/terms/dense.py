@@ -20,6 +20,7 @@ class Dense(Term):
 
     value: torch.Tensor  # [n, *shape]
     written_out: bool = False  # whether it had factors
+    lost_at: str = ""  # the operator that they did not get through, if that is why
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -40,7 +41,9 @@ class Dense(Term):
 
     def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
         value = accumulating(self.value)
-        return torch.tensordot(weights.to(value.dtype), value, 1)
+        return torch.mm(weights.to(value.dtype).unsqueeze(0), value.flatten(1) if value.dim() > 1 else value.unsqueeze(1)).reshape(
+            self.shape
+        )
 
     def dot(self, vector: torch.Tensor) -> torch.Tensor:
         value = accumulating(self.value)
@@ -53,11 +56,14 @@ class Dense(Term):
         return Dense, self.shape
 
     def plus(self, others: Sequence[Dense]) -> Dense:
-        return replace(self, value=sum((other.value for other in others), self.value))
+        lost = next((term.lost_at for term in (self, *others) if term.lost_at), "")
+        return replace(self, value=sum((other.value for other in others), self.value), lost_at=lost)
 
     def ways(self) -> dict[str, Cost]:
         size = math.prod(self.shape) * self.dtype.itemsize
         return {self.describe(): Cost(machine(self.device).stream_seconds(size), 0)}
 
     def describe(self) -> str:
+        if self.lost_at:
+            return f"materialise after {self.lost_at}"
         return "materialise" if self.written_out else "direct"
