@@ -190,6 +190,8 @@ class EngineConfig(_Section):
     verify: Annotated[int, Field(ge=0)] = 3
     capture: Literal["auto", "off"] = "auto"
     compile: Literal["none", "inductor"] = "none"
+    # A JSON file of this machine's constants, for the planner; by default those that `psgrad plan` measured, else built-in ones.
+    machine: FilePath | None = None
 
     @model_validator(mode="after")
     def _memory_sizes_automatic_chunks(self) -> EngineConfig:

@@ -16,6 +16,10 @@ import torch
 from torch import nn
 
 from psgrad.config import Config
+from psgrad.engine.gradients import machines
+from psgrad.engine.gradients.calibration import measure
+from psgrad.engine.gradients.costs import Machine
+from psgrad.engine.gradients.forecast import Forecast, forecast
 from psgrad.engine.gradients.streaming import Columns, Stream
 from psgrad.engine.measures.norms import GradientNorms
 from psgrad.engine.measures.predictions import Predictions, summary_for
@@ -28,7 +32,16 @@ from psgrad.inputs.losses import Criterion, check_targets, resolve_loss
 from psgrad.inputs.models import LoadedModel, load_model
 from psgrad.inputs.samples import Block, Samples
 from psgrad.reports.write import write_report
-from psgrad.results import PARAMETER_COLUMNS, AnalyzeResult, Progress, TopSample, rank_samples, top_samples
+from psgrad.results import (
+    PARAMETER_COLUMNS,
+    AnalyzeResult,
+    ParameterPlan,
+    PlanResult,
+    Progress,
+    TopSample,
+    rank_samples,
+    top_samples,
+)
 from psgrad.storage import RunFolder
 
 # Finished rows are made durable this often: what a crash or a full disk can cost.
@@ -46,6 +59,7 @@ def analyze(config: Config, *, overwrite: bool = False, progress: Say = lambda _
     then stays in the run folder.
     """
     RunFolder.require_free(config.output, overwrite)
+    use_machine(config)
     clock = Clock()
     with clock("load"):
         device = pick_device(config.engine.device)
@@ -83,6 +97,9 @@ def analyze(config: Config, *, overwrite: bool = False, progress: Say = lambda _
             folder.finish_samples(frame)
             folder.write_table("parameters.parquet", parameters)
         facts["engine"] |= {"chunk_size": stream.chunk_size, "out_of_memory_retries": stream.retries, **stream.replayed}
+        facts["engine"]["materialised"] = norms.unfactored
+        if norms.unfactored:
+            progress(Progress(len(samples), len(samples), "samples", unfactored_words(norms.unfactored)))
         facts["counts"] = {"samples": len(frame), "nonfinite": int((frame["status"] != "ok").sum())}
         facts["timings"] = clock.seconds
         inputs = top_inputs(samples, frame, max(_PICTURES, config.analyze.top)) if config.report.include_inputs else []
@@ -90,6 +107,39 @@ def analyze(config: Config, *, overwrite: bool = False, progress: Say = lambda _
         with clock("report"):
             write_report(result, folder.write_bytes)
     return result
+
+
+def plan(config: Config, *, say: Callable[[str], None] = lambda _: None) -> PlanResult:
+    """What `analyze` would do with the config, and what it would take: the whole of `psgrad plan`.
+
+    Runs the first few rows, and no more. On a machine that was never measured, it is measured first, which takes seconds, and kept.
+    Raises PsgradError as `analyze` does.
+    """
+    use_machine(config)
+    device = pick_device(config.engine.device)
+    dtype, autocast = pick_precision(config.engine.dtype)
+    loaded = load_model(config.model, config.base)
+    criterion = resolve_loss(config.loss, config.base)
+    samples = load_data(config.data, config.base)
+    model = loaded.model.to(device, dtype)
+    if not machines.is_known(device):
+        say(f"measuring {machines.device_name(device)}, once")
+        if machines.keep(measure(device), device) is None:
+            say("what was measured could not be kept, and will be measured again next time")
+    objective = Objective(model, criterion.function, summary_for(criterion.kind, criterion.ignore_index), autocast=autocast)
+    first_output = partial(output_of_first_row, model, samples, device, dtype)
+    stream = Stream(
+        objective.loss,
+        objective.params,
+        CheckedReader(samples, criterion, class_count(first_output, criterion)),
+        chunk_size=config.engine.chunk_size,
+        memory=None if config.engine.memory == "auto" else config.engine.memory,
+        randomness="different" if model.training else "error",
+        capture=config.engine.capture,
+        compile=config.engine.compile,
+        say=say,
+    )
+    return plan_of(forecast(stream, len(samples)), machines.machine(device))
 
 
 # -- the steps ------------------------------------------------------------------------------------------------------------------------
@@ -109,6 +159,33 @@ def pick_device(name: str) -> torch.device:
             next_step="set engine.device: auto, or install a PyTorch build for this device",
         ) from error
     return device
+
+
+def use_machine(config: Config) -> None:
+    """Have the machine's constants that the config names in force, if it names any."""
+    machines.use(None if config.engine.machine is None else config.base / config.engine.machine)
+
+
+def plan_of(found: Forecast, on: Machine) -> PlanResult:
+    """The forecast as a plain record."""
+    parameters = [
+        ParameterPlan(p.name, "x".join(map(str, p.shape)) or "scalar", p.kinds, p.way, 1e6 * p.seconds, p.bytes, p.factored)
+        for p in found.parameters
+    ]
+    return PlanResult(
+        parameters=parameters,
+        rows=found.rows,
+        chunk_size=found.chunk_size,
+        seconds=found.seconds,
+        chunk_seconds=found.chunk_seconds,
+        peak_bytes=found.peak_bytes,
+        input_bytes=found.input_bytes,
+        parameter_bytes=found.parameter_bytes,
+        replayed=found.replayed,
+        replay_reason=found.why,
+        obstacle=found.obstacle,
+        machine=f"{on.name} ({on.origin})",
+    )
 
 
 def pick_precision(name: str) -> tuple[torch.dtype, torch.dtype | None]:
@@ -217,6 +294,12 @@ def rows_of(columns: Columns, ids: np.ndarray[Any, Any], targets: np.ndarray[Any
     target = {} if targets is None else {"target": targets[rows]}
     values = {name: column.numpy() for name, column in columns.values.items()}
     return pd.DataFrame({"id": ids[rows], "index": np.arange(columns.start, columns.stop), **target, **values})
+
+
+def unfactored_words(names: list[str]) -> str:
+    """Which parameters' gradients could not be kept as factors, for people."""
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return f"written out sample by sample, which takes more time and memory: the gradients of {shown}"
 
 
 def parameter_table(norms: GradientNorms, params: dict[str, torch.Tensor]) -> pd.DataFrame:

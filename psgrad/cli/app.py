@@ -9,6 +9,7 @@ import typer
 from psgrad import __version__
 from psgrad.cli.analyze import analyze
 from psgrad.cli.ops import ops
+from psgrad.cli.plan import plan
 
 app = typer.Typer(
     name="psgrad",
@@ -20,6 +21,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(analyze)
+app.command()(plan)
 app.command()(ops)
 
 

@@ -14,14 +14,16 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from psgrad.engine.gradients.doubts import noting, trusting
 from psgrad.engine.gradients.kernels import Kernel, kernel_of
+from psgrad.engine.transforms.interpreter import Tracer
 from psgrad.engine.transforms.operators import Op
 from psgrad.engine.transforms.watch import NoReads, NotCapturable, RandomStates, Watch, modules_unchanged, python_random_states
 
-__all__ = ["Course", "Like", "NotCapturable", "traced"]
+__all__ = ["Course", "Like", "NotCapturable", "followed", "traced"]
 
 
 @dataclass(frozen=True)
@@ -59,37 +61,31 @@ class Course:
     result: Any
 
 
-class _Ledger(Watch):
-    """Enters every kernel, and counts the memory of what they make while anything sees it."""
+class _Account:
+    """What kernels there were, and the memory of what they made while anything sees it."""
 
-    def __init__(self, random_states: RandomStates, inside: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__(random_states, inside)
+    def __init__(self) -> None:
         self.kernels: list[Kernel] = []
         self.operators = self.bytes = self.peak = 0
         self._seen: dict[int, list[int]] = {}  # storage -> its bytes, and how many tensors see it
         self._given: dict[int, torch.Tensor] = {}  # storage -> a tensor of outside, which keeps it and is not counted
 
     def given(self, x: torch.Tensor) -> torch.Tensor:
+        """The tensor, noted as one of outside."""
         self._given[x.untyped_storage()._cdata] = x
         return x
 
-    def inside(self, x: torch.Tensor) -> torch.Tensor:
-        found = super().inside(x)
-        return found if found is x else self.given(found)
+    def given_unless_seen(self, x: Any) -> None:
+        if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in self._seen:
+            self.given(x)
 
-    def __torch_dispatch__(self, op: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = super().__torch_dispatch__(op, types, args, kwargs)
-        if result is NotImplemented:
-            self.operators += 1
-            return result
-        if op.namespace == "prim":  # a question about a tensor without values, no kernel
-            return result
+    def enter(self, op: Op, args: Any, kwargs: Any, result: Any) -> None:
+        """One kernel ran."""
         fresh = sum(self._enter(x) for x in tree_leaves(result) if isinstance(x, torch.Tensor))
-        kernel = kernel_of(op, args, kwargs or {}, result, fresh)
+        kernel = kernel_of(op, args, kwargs, result, fresh)
         self.kernels.append(kernel)
         self.bytes += fresh
         self.peak = max(self.peak, self.bytes + kernel.workspace)
-        return result
 
     def _enter(self, x: torch.Tensor) -> int:
         """Bytes of memory that was not there before this tensor."""
@@ -112,6 +108,64 @@ class _Ledger(Watch):
             self.bytes -= entry[0]
             del self._seen[key]
 
+    def course(self, result: Any, arguments: Any) -> Course:
+        storages = (x.untyped_storage() for x in tree_leaves(arguments) if isinstance(x, torch.Tensor))
+        given = {storage._cdata: storage.nbytes() for storage in storages}
+        return Course(tuple(self.kernels), self.operators, self.peak, self.bytes, sum(given.values()), result)
+
+
+class _Ledger(Watch):
+    """Enters every kernel of a function that runs on tensors without values."""
+
+    def __init__(self, random_states: RandomStates, inside: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(random_states, inside)
+        self.account = _Account()
+
+    def inside(self, x: torch.Tensor) -> torch.Tensor:
+        found = super().inside(x)
+        return found if found is x else self.account.given(found)
+
+    def __torch_dispatch__(self, op: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(op, types, args, kwargs)
+        if result is NotImplemented:
+            self.account.operators += 1
+        elif op.namespace != "prim":  # a question about a tensor without values is no kernel
+            self.account.enter(op, args, kwargs or {}, result)
+        return result
+
+
+class _Follower(TorchDispatchMode):
+    """Enters every kernel of a function that runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.account = _Account()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as for the interpreter
+
+    def __torch_dispatch__(self, op: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, Tracer) for kind in types):
+            self.account.operators += 1
+            return NotImplemented
+        kwargs = kwargs or {}
+        for x in tree_leaves((args, kwargs)):
+            self.account.given_unless_seen(x)
+        result = op(*args, **kwargs)
+        self.account.enter(op, args, kwargs, result)
+        return result
+
+
+def followed(function: Callable[..., Any], *args: Any) -> Course:
+    """What `function(*args)` did: for what depends on values, and has to run."""
+    follower = _Follower()
+    for x in tree_leaves(args):
+        follower.account.given_unless_seen(x)
+    with follower, torch.no_grad():
+        result = function(*args)
+    return follower.account.course(result, args)
+
 
 def traced(function: Callable[..., Any], *args: Any, replayed: bool = False) -> Course:
     """What `function(*args)` would do, where no norm is in doubt.
@@ -126,19 +180,16 @@ def traced(function: Callable[..., Any], *args: Any, replayed: bool = False) -> 
     with modules_unchanged(), python_random_states(), RandomStates() as random_states:
         ledger = _Ledger(random_states, mode.from_tensor)
         reads = NoReads()
-        without_values = tree_map(lambda x: _without_value(x, mode, ledger), args)
+        without_values = tree_map(lambda x: _without_value(x, mode, ledger.account), args)
         with mode, ledger, reads, noting() if replayed else trusting(), torch.no_grad():
             result = function(*without_values)
         ledger.insist()
         reads.insist()
-    arguments = {
-        x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tree_leaves(without_values) if isinstance(x, torch.Tensor)
-    }
-    return Course(tuple(ledger.kernels), ledger.operators, ledger.peak, ledger.bytes, sum(arguments.values()), result)
+    return ledger.account.course(result, without_values)
 
 
-def _without_value(x: Any, mode: FakeTensorMode, ledger: _Ledger) -> Any:
+def _without_value(x: Any, mode: FakeTensorMode, account: _Account) -> Any:
     if isinstance(x, Like):
         with mode:
-            return ledger.given(torch.empty(x.shape, dtype=x.dtype, device=x.device))
-    return ledger.given(mode.from_tensor(x)) if isinstance(x, torch.Tensor) else x
+            return account.given(torch.empty(x.shape, dtype=x.dtype, device=x.device))
+    return account.given(mode.from_tensor(x)) if isinstance(x, torch.Tensor) else x

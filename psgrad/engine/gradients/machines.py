@@ -63,7 +63,7 @@ _BUILT_IN = {
     ),
 }
 
-_chosen: Path | None = None  # by a config
+_chosen: Path | Machine | None = None  # by a config
 _in_force: dict[tuple[str, int | None, int], Machine] = {}
 
 
@@ -79,10 +79,10 @@ def machine(device: torch.device) -> Machine:
     return found
 
 
-def use(path: Path | None) -> None:
-    """Have the constants of this file in force, for all devices; None for those of the environment, the cache or built in."""
+def use(chosen: Path | Machine | None) -> None:
+    """Have these constants, or those of a file, in force for all devices; None for those of the environment, the cache or built in."""
     global _chosen
-    _chosen = path
+    _chosen = chosen
     _in_force.clear()
 
 
@@ -143,6 +143,8 @@ def device_name(device: torch.device) -> str:
 
 def _overridden(device: torch.device) -> Machine | None:
     named = os.environ.get(VARIABLE)
+    if isinstance(_chosen, Machine):
+        return _chosen
     path = _chosen or (Path(named) if named else None)
     if path is None:
         return None

@@ -1,0 +1,31 @@
+"""`psgrad plan`: what a run would do, and what it would take."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from psgrad.cli.boundary import boundary
+from psgrad.cli.options import ConfigPath, Debug, Settings, read_config
+
+
+def plan(
+    config: ConfigPath,
+    settings: Settings = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object in place of the table.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Tell what `analyze` would do with a config, and the time and memory that it would take, without going through the dataset.
+
+    Prints for each parameter which terms its gradients are sums of and in which order they are contracted, then the chunk size, the
+    time and the memory. Runs the first few rows. A machine's speed is measured the first time, and kept in the user's cache folder.
+    """
+    with boundary(debug):
+        resolved = read_config(config, settings, None)
+        from psgrad import workflows
+        from psgrad.reports.planning import write_plan
+
+        result = workflows.plan(resolved, say=lambda message: typer.echo(message, err=True))
+        write_plan(result, "json" if as_json else "terminal", sys.stdout)
