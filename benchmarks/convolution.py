@@ -38,7 +38,7 @@ def main() -> None:
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {rounds} rounds\n")
     print(f"{'samples':>8}{'in':>5}{'out':>5}{'side':>6}{'summed':>12}{'groups':>9}{'patches':>9}")
     for n, i, o, side, padding in SHAPES:
-        geometry = Geometry([1, 1], [padding] * 2, [1, 1], False, [0, 0], 1)
+        geometry = Geometry((1, 1), (padding,) * 2, (1, 1), False, (0, 0), 1)
         shape = torch.Size((o, i, 3, 3))
         x, g = torch.randn(n, 1, i, side, side), torch.randn(n, 1, o, side + 2 * padding - 2, side + 2 * padding - 2)
         weight = torch.empty(shape)

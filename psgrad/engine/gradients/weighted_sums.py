@@ -11,7 +11,7 @@ import torch
 from psgrad.engine.gradients.memory import free_memory
 from psgrad.engine.gradients.per_sample import NormsByName, Pass, per_sample_square_norms
 from psgrad.engine.gradients.placed import DeferredGradient
-from psgrad.engine.gradients.queries import PerSampleGradients, SquareNorms
+from psgrad.engine.gradients.queries import SquareNorms
 from psgrad.engine.gradients.settling import settled
 from psgrad.engine.transforms import generators
 from psgrad.engine.transforms.branching import Divergence
@@ -83,7 +83,7 @@ def per_sample_weighted_sum(
     factors = _checked(weights(norms), norms)
     poisoned = ~torch.isfinite(norms.square_norms()) & (factors == 0)  # nothing times infinity is no number
     if not kept.full:
-        return WeightedSum(_sums(kept.gradients, list(params), norms.losses, factors, poisoned), norms, factors, recomputed=False)
+        return WeightedSum(_sums(kept.gradients, list(params), factors, poisoned), norms, factors, recomputed=False)
     after = generators.states() if before is not None else None
     if before is not None:
         generators.restore(before)
@@ -134,20 +134,12 @@ def _checked(weights: torch.Tensor, norms: SquareNorms) -> torch.Tensor:
     return weights
 
 
-def _sums(
-    kept: dict[str, DeferredGradient], names: list[str], losses: torch.Tensor, weights: torch.Tensor, poisoned: torch.Tensor
-) -> dict[str, torch.Tensor]:
+def _sums(kept: dict[str, DeferredGradient], names: list[str], weights: torch.Tensor, poisoned: torch.Tensor) -> dict[str, torch.Tensor]:
     """name -> [*shape]; each parameter's gradient is dropped as soon as its sum is there."""
     clean = torch.nonzero(~poisoned).squeeze(1) if bool(poisoned.any()) else None
-    if clean is not None:
-        losses, weights = losses[clean], weights[clean]
-    sums: dict[str, torch.Tensor] = {}
-    for name in names:
-        gradient = kept.pop(name)
-        if clean is not None:
-            gradient = gradient.at(clean)
-        sums |= PerSampleGradients({name: gradient}, losses).weighted_sum(weights)
-    return sums
+    if clean is None:
+        return {name: kept.pop(name).weighted_sum(weights) for name in names}
+    return {name: kept.pop(name).at(clean).weighted_sum(weights[clean]) for name in names}
 
 
 def _in_place_of(poisoned: torch.Tensor) -> torch.Tensor:

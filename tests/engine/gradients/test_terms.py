@@ -55,7 +55,7 @@ def convolution(draw: st.DrawFn) -> tuple[Term, Tensor]:
     n, inner, groups, axes = draw(samples), draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 2))
     transposed, stride, padding = draw(st.booleans()), draw(st.integers(1, 2)), draw(st.integers(0, 1))
     narrow, wide, kernel, size = 2 * groups, draw(few), draw(st.integers(1, 3)), draw(st.integers(3, 5))
-    geometry = Geometry([stride] * axes, [padding] * axes, [1] * axes, transposed, [0] * axes, groups)
+    geometry = Geometry((stride,) * axes, (padding,) * axes, (1,) * axes, transposed, (0,) * axes, groups)
     weight_shape = torch.Size([narrow, wide, *[kernel] * axes])
     inputs = torch.randn(n, inner, narrow if transposed else wide * groups, *[size] * axes, dtype=torch.float64)
     forward = lambda x, weight: torch.ops.aten.convolution(x, weight, None, *geometry)
@@ -161,7 +161,7 @@ def test_a_convolution_whose_positions_nearly_cancel(rest: float, error: float) 
         torch.cat([g, -g], 1),
         torch.cat([x, x + rest * torch.randn_like(x)], 1),
         torch.Size([64, 3, 3, 3]),
-        Geometry([1, 1], [1, 1], [1, 1], False, [0, 0], 1),
+        Geometry((1, 1), (1, 1), (1, 1), False, (0, 0), 1),
     )
     assert_norms(term, error=error)
 
@@ -179,7 +179,7 @@ def test_two_uses_of_a_tied_table_that_nearly_cancel(rest: float) -> None:
 def kinds(scale: float) -> dict[str, tuple[Term, ...]]:
     """Terms of every kind, their values around `scale`."""
     g, x = scale * torch.randn(3, 2, 5, 4), torch.randn(3, 2, 5, 6)
-    geometry = Geometry([1], [1], [1], False, [0], 1)
+    geometry = Geometry((1,), (1,), (1,), False, (0,), 1)
     index = torch.randint(4, (3, 5))
     return {
         "dense": (Dense(g),),
@@ -281,13 +281,13 @@ N = 2000
             torch.randn(N, 1, 64, 2, 2),
             torch.randn(N, 1, 32, 2, 2),
             torch.Size([64, 32, 3, 3]),
-            Geometry([1, 1], [1, 1], [1, 1], False, [0, 0], 1),
+            Geometry((1, 1), (1, 1), (1, 1), False, (0, 0), 1),
         ),
         lambda: Convolution(
             torch.randn(N, 1, 16, 7, 7),
             torch.randn(N, 1, 32, 7, 7),
             torch.Size([16, 32, 3, 3]),
-            Geometry([1, 1], [1, 1], [1, 1], False, [0, 0], 1),
+            Geometry((1, 1), (1, 1), (1, 1), False, (0, 0), 1),
         ),
     ],
     ids=["vectors", "few positions", "many positions", "table", "convolution of few positions", "convolution of many positions"],

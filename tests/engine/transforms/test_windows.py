@@ -26,9 +26,9 @@ def convolutions(draw: st.DrawFn) -> tuple[Tensor, Tensor, torch.Size, Geometry]
     if draw(st.integers(0, 9)) == 0:
         channels *= 35  # wide enough for a product at each place of the kernel
     kernel, stride, dilation, padding, sides = (
-        [draw(st.integers(low, high)) for _ in range(axes)] for low, high in ((1, 3), (1, 4), (1, 3), (0, 2), (1, 7))
+        tuple(draw(st.integers(low, high)) for _ in range(axes)) for low, high in ((1, 3), (1, 4), (1, 3), (0, 2), (1, 7))
     )
-    output_padding = [draw(st.integers(0, max(s, d) - 1)) if transposed else 0 for s, d in zip(stride, dilation, strict=True)]
+    output_padding = tuple(draw(st.integers(0, max(s, d) - 1)) if transposed else 0 for s, d in zip(stride, dilation, strict=True))
     geometry = Geometry(stride, padding, dilation, transposed, output_padding, groups)
     shape = (channels, outputs // groups, *kernel) if transposed else (outputs, channels // groups, *kernel)
     n, inner = draw(few), draw(st.integers(1, 2))
@@ -74,7 +74,7 @@ def test_a_deep_layers_norms_take_less_than_its_gradient(channels: int, monkeypa
     """7 x 7 positions of many channels: no weight gradient is made, whose entries outnumber the Gram matrix's."""
     x = torch.randn(2, 1, channels, 7, 7)
     g = torch.randn(2, 1, channels, 7, 7)
-    geometry, shape = Geometry([1, 1], [1, 1], [1, 1], False, [0, 0], 1), torch.Size((channels, channels, 3, 3))
+    geometry, shape = Geometry((1, 1), (1, 1), (1, 1), False, (0, 0), 1), torch.Size((channels, channels, 3, 3))
     term = Convolution(g, x, shape, geometry)
     assert term.describe() == "gram"
     expected = one_by_one(g.double(), x.double(), shape, geometry).flatten(1).square().sum(1)
@@ -92,7 +92,7 @@ def test_patches_of_wide_inputs_are_never_written_out() -> None:
 
     n, channels, side = 2, 160, 12
     x, g = torch.randn(n, 1, channels, side, side), torch.randn(n, 1, channels, side, side)
-    geometry, shape = Geometry([1, 1], [1, 1], [1, 1], False, [0, 0], 1), torch.Size((channels, channels, 3, 3))
+    geometry, shape = Geometry((1, 1), (1, 1), (1, 1), False, (0, 0), 1), torch.Size((channels, channels, 3, 3))
     sizes = []
 
     class Sizes(TorchDispatchMode):

@@ -138,8 +138,7 @@ class Convolution(Term):
         return Convolution(self.cotangents * factor, self.inputs, self.weight_shape, self.geometry)
 
     def kin(self) -> tuple[Any, ...]:
-        geometry = Geometry.of(self.geometry, self.inputs.dim() - 3)
-        return Convolution, self.shape, geometry, self.inputs.shape[2:], self.cotangents.shape[2:]
+        return Convolution, self.shape, self.geometry, self.inputs.shape[2:], self.cotangents.shape[2:]
 
     def plus(self, others: Sequence[Convolution]) -> Convolution:
         every = (self, *others)

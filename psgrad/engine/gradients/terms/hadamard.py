@@ -10,6 +10,7 @@ import torch
 
 from psgrad.engine.gradients.terms.base import Term, accumulating, joined, sum_of_products, zero_where_lost
 from psgrad.engine.gradients.terms.base import blocks as blocks_of
+from psgrad.engine.gradients.terms.grouped import times_shared
 from psgrad.engine.gradients.terms.product import Product
 
 
@@ -45,7 +46,7 @@ class Hadamard(Term):
         left, right = accumulating(term.left).square(), accumulating(term.right).square()
         shared = accumulating(self.shared).square().transpose(1, 2)
         size = 2 * left.element_size() * left[:1].numel()
-        parts = [sum_of_products(torch.matmul(right[b], shared), left[b]) for b in blocks_of(self.samples, size, self.device)]
+        parts = [sum_of_products(times_shared(right[b], shared), left[b]) for b in blocks_of(self.samples, size, self.device)]
         return zero_where_lost(joined(parts, self), left.flatten(1).amax(1), right.flatten(1).amax(1))
 
     def materialise(self) -> torch.Tensor:

@@ -20,11 +20,11 @@ from psgrad.engine.transforms.rules.families import aten
 class Geometry(NamedTuple):
     """A convolution's arguments behind its tensors, in the operator's order."""
 
-    stride: Sequence[int]
-    padding: Sequence[int]
-    dilation: Sequence[int]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
     transposed: bool
-    output_padding: Sequence[int]
+    output_padding: tuple[int, ...]
     groups: int
 
     @classmethod
