@@ -88,7 +88,7 @@ def by_atoms(by: torch.Tensor, layout: Layout, axes: list[Names], names: Names, 
     for axis, length in zip(axes, by.shape[len(lead) :], strict=True):
         order += axis
         sizes += [layout.atoms[name] if length != 1 else 1 for name in axis]
-    by = by.reshape(*lead, *sizes)
+    by = by.reshape((*lead, *sizes))
     return by.permute(*range(len(lead)), *(len(lead) + order.index(name) for name in names))
 
 

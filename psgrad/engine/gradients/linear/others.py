@@ -15,6 +15,7 @@ from psgrad.engine.gradients.linear.product import Cut, ProductMaps
 from psgrad.engine.gradients.linear.rows import RowsMaps
 from psgrad.engine.gradients.placed import Placed
 from psgrad.engine.gradients.terms import Convolution, Dense, Hadamard, Multiples, Product, Rows, Term
+from psgrad.engine.gradients.terms.grouped import times_shared
 
 
 class DenseMaps(Maps):
@@ -134,9 +135,9 @@ class HadamardMaps(Maps):
         gone = {name for dim in dims for name in cut.axes[dim]}
         left, right, shared = term.term.left, term.term.right, term.shared
         if set(cut.columns) <= gone:  # sum over b of s_ab r_tb, a vector of the other factor's kind
-            products, kept = left * torch.matmul(right, shared.transpose(1, 2)), cut.rows
+            products, kept = left * times_shared(right, shared.transpose(1, 2)), cut.rows
         elif set(cut.rows) <= gone:
-            products, kept = torch.matmul(left, shared) * right, cut.columns
+            products, kept = times_shared(left, shared) * right, cut.columns
         else:
             return None
         names = [*cut.groups, *kept]

@@ -12,6 +12,7 @@ from psgrad.engine.gradients.linear.base import Maps, Names, arranged, by_atoms,
 from psgrad.engine.gradients.linear.base import Product as Multiply
 from psgrad.engine.gradients.placed import Placed
 from psgrad.engine.gradients.terms import Hadamard, Product
+from psgrad.engine.gradients.terms.grouped import times_shared
 
 
 @dataclass
@@ -86,9 +87,10 @@ class Cut:
         behind = self.positions + 1
         factor = factor.permute(*range(behind), *(behind + own.index(name) for name in (*rest, *names)))
         front = factor.shape[: behind + len(rest)]
-        factor = factor.reshape(*front[: self.positions], math.prod(front[self.positions :]), matrix.shape[-2])
+        groups = matrix.shape[:-2]
+        factor = factor.reshape(front[0], math.prod(groups), -1 if factor.numel() else 0, matrix.shape[-2])
         factor, matrix = of_one_dtype(factor, matrix)
-        factor = torch.matmul(factor, matrix).reshape(*front, matrix.shape[-1])
+        factor = times_shared(factor, matrix.reshape(-1, *matrix.shape[-2:])).reshape(*front, matrix.shape[-1])
         if in_rows:
             self.left, self.rows = factor, [*rest, new]
         else:
