@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import grad, vmap
 
 from benchmarks import models
-from psgrad.engine.gradients import SquareNorms, WeightedSum, per_sample_weighted_sum
+from psgrad.engine.gradients import SquareNorms, WeightedSum, per_sample_gradients, per_sample_weighted_sum
 from psgrad.engine.gradients import weighted_sums as module
 from psgrad.engine.objective import Objective
 from psgrad.errors import TransformError
@@ -144,3 +145,29 @@ def test_weights_of_another_shape_are_an_error_that_says_so() -> None:
     with pytest.raises(TransformError, match=r"weights\(norms\) has shape \(5, 1\) for 5 samples") as raised:
         clipped(objective, inputs, target, weights=lambda norms: clipping(norms)[:, None])
     assert "shape (5,)" in str(raised.value)
+
+
+def test_gradients_smaller_than_their_factors_are_written_out_and_their_factors_dropped() -> None:
+    """A convolution on large images, a layer over many positions; not a wide layer, nor a masked weight, whose mask is nobody's own."""
+    torch.manual_seed(0)
+    mask = (torch.rand(40, 30, dtype=torch.float64) > 0.5).double()
+    params = {"conv": torch.randn(4, 3, 3, 3), "narrow": torch.randn(2, 3), "wide": torch.randn(64, 48), "masked": torch.randn(40, 30)}
+    params = {name: value.double() for name, value in params.items()}
+    batch = (torch.randn(3, 3, 16, 16), torch.randn(3, 50, 3), torch.randn(3, 4, 48), torch.randn(3, 2, 30))
+
+    def loss(params: dict[str, Tensor], image: Tensor, many: Tensor, few: Tensor, masked: Tensor) -> Tensor:
+        parts = [
+            F.conv2d(image[None], params["conv"]),
+            many @ params["narrow"].t(),
+            few @ params["wide"].t(),
+            masked @ (params["masked"] * mask).t(),
+        ]
+        return sum((part.sin().sum() for part in parts), start=torch.zeros((), dtype=torch.float64))
+
+    grads = per_sample_gradients(loss, params, *(value.double() for value in batch))
+    kinds = {name: [type(placed.term).__name__ for placed in gradient.terms] for name, gradient in grads.gradients.items()}
+    assert kinds == {"conv": ["Dense"], "narrow": ["Dense"], "wide": ["Product"], "masked": ["Hadamard"]}
+    assert grads.describe()["conv"] == grads.describe()["narrow"] == "materialise"
+    assert not grads.unfactored
+    expected = vmap(grad(loss), in_dims=(None, 0, 0, 0, 0))(params, *(value.double() for value in batch))
+    torch.testing.assert_close(grads.materialise(), expected, rtol=1e-10, atol=1e-10)

@@ -45,7 +45,8 @@ def weight_gradients(g: torch.Tensor, x: torch.Tensor, shape: torch.Size, geomet
         return torch.matmul(patches.transpose(-2, -1), cotangents).transpose(-2, -1).reshape(g.shape[0], *shape)
     out = g.new_empty(g.shape[0], *shape)
     for place, part in shifted(g, x, shape, geometry):
-        out[(..., *place)] = part
+        at: tuple[Any, ...] = (..., *place)
+        out[at] = part
     return out
 
 
