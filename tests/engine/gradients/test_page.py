@@ -1,0 +1,48 @@
+"""The code of the page on deferred gradients runs from top to bottom as one program, and what it names is there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from psgrad.engine.gradients import terms
+from tests.engine.transforms.test_pages import DOCS, run
+
+PAGE = DOCS / "deferred-gradients.md"
+GRADIENTS = DOCS.parent / "psgrad" / "engine" / "gradients"
+
+
+@pytest.fixture
+def _default_dtype() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.usefixtures("_default_dtype")
+def test_the_code_of_the_page() -> None:
+    names = run(PAGE)
+    assert len(names["square_norms"]) == 6
+
+
+def test_the_page_names_what_there_is() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    for path in re.findall(r"`(\w[\w/]*\.py)`", text):
+        assert any((folder / path).is_file() for folder in (DOCS.parent, GRADIENTS)), path
+    for path in re.findall(r"python (benchmarks/\w+\.py)", text):
+        assert (DOCS.parent / path).is_file(), path
+    for link in re.findall(r"\]\(([\w-]+\.md)\)", text):
+        assert (DOCS / link).is_file(), link
+
+
+def test_the_page_names_every_kind_of_term_and_every_query() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    kinds = [
+        name for name, kind in vars(terms).items() if isinstance(kind, type) and issubclass(kind, terms.Term) and kind is not terms.Term
+    ]
+    queries = ("square_norms", "inner", "gram", "dot", "weighted_sum", "mean", "second_moment", "project", "materialise", "reduce")
+    assert [name for name in kinds if f"`{name}`" not in text] == []
+    assert [name for name in queries if f"`{name}" not in text] == []
