@@ -181,19 +181,19 @@ def norm_ways(on: Machine, groups: int, positions: int, rows: int, columns: int,
     """The ways to the squared norm of a sum over positions of outer products, in each of some groups.
 
     'gram': the Gram matrices of both factors, t*t*(a+b) multiply-adds a group, multiplied and summed. 'materialise': the value,
-    t*a*b multiply-adds, and one pass over it. 'outer product', for one position: a product of two norms.
+    t*a*b multiply-adds, and one pass over it. 'outer product', for one position (or none): a product of two norms.
 
     block: bytes of intermediates for which samples go together.
     """
     item, small = dtype.itemsize, on.call_seconds + on.kernel_seconds
-    if positions == 1:
+    if positions <= 1:
         return {"outer product": Cost(on.stream_seconds(_TYPICAL_SAMPLES * groups * (rows + columns) * item) / _TYPICAL_SAMPLES, 0)}
     grams, value = 2 * groups * positions**2 * item, groups * rows * columns * item
     n = max(1, min(_TYPICAL_SAMPLES, block // grams))
     by_grams = sum(on.matmul_seconds(n * groups, positions, positions, inner, dtype) for inner in (rows, columns))
     by_grams += on.stream_seconds(n * grams * 3 / 2, n * grams / 2) + on.stream_seconds(n * grams / 2, n * grams / 2) + _GRAM_CALLS * small
     ways = {"gram": Cost(by_grams / n, grams)}
-    n = max(1, min(_TYPICAL_SAMPLES, block // value))
+    n = max(1, min(_TYPICAL_SAMPLES, block // max(1, value)))
     written = on.matmul_seconds(n * groups, rows, columns, positions, dtype)
     written += on.stream_seconds(n * value, n * value) + _WRITTEN_CALLS * small
     return ways | {"materialise": Cost(written / n, value)}

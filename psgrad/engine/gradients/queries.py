@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import difflib
+import fnmatch
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch.utils._pytree import tree_map
 
-from psgrad.engine.gradients.deferral import DeferredGradient, Placed, oriented
-from psgrad.engine.gradients.layout import Layout
+from psgrad.engine.gradients.inner import inner_products
 from psgrad.engine.gradients.norms import square_norms
+from psgrad.engine.gradients.placed import DeferredGradient, Placed, upright
 from psgrad.engine.gradients.projections import Projection
-from psgrad.engine.gradients.terms import Term, accumulating
+from psgrad.engine.gradients.second_moments import sum_of_squares
+from psgrad.engine.gradients.terms import accumulating, blocks
 from psgrad.errors import TransformError
 
 Per = Literal["total", "parameter", "module"]
+State = TypeVar("State")
 
 
 @dataclass(frozen=True)
@@ -69,14 +74,63 @@ class PerSampleGradients:
             raise TransformError(
                 f"weighted_sum: weights of shape {tuple(weights.shape)} for {len(self)} samples", expected=f"shape ({len(self)},)"
             )
-        return {
-            name: _summed(gradient, lambda term, layout: layout.apply(term.weighted_sum(weights)))
-            for name, gradient in self.gradients.items()
-        }
+        return {name: gradient.weighted_sum(weights) for name, gradient in self.gradients.items()}
 
     def mean(self) -> dict[str, torch.Tensor]:
         """name -> [*shape]: the mean gradient."""
         return self.weighted_sum(torch.full_like(self.losses, 1 / max(len(self), 1)))
+
+    def second_moment(self) -> dict[str, torch.Tensor]:
+        """name -> [*shape] float64: the mean over samples of the squares of the gradients' elements (the empirical Fisher's diagonal)."""
+        return {name: sum_of_squares(gradient) / max(len(self), 1) for name, gradient in self.gradients.items()}
+
+    def inner(self, other: PerSampleGradients, per: Per = "total") -> Any:
+        """[n, m] float64: the inner product of each sample's gradient with each of another set's.
+
+        Args:
+            other: gradients of m samples, of any batch, in the same parameters.
+            per: as for `square_norms`.
+
+        Sample by sample and never n x m x parameters: each parameter is contracted by its factors, or written out and multiplied piece
+        by piece, whichever is less work. A sample whose gradient is not finite has numbers that are not finite in its row or column.
+
+        Raises TransformError where the two sets differ in their parameters' names, shapes or device.
+        """
+        self._assert_same_parameters(other)
+        pairs = {name: (gradient, other.gradients[name]) for name, gradient in self.gradients.items()}
+        samples, device = (len(self), len(other)), self.losses.device
+        return _of_groups(list(pairs), per, lambda names: inner_products([pairs[name] for name in names], samples, device))
+
+    def gram(self, per: Per = "total") -> Any:
+        """[n, n] float64, symmetric: the inner products of the samples' gradients with one another, for half the work of `inner`."""
+        samples, device = (len(self), len(self)), self.losses.device
+
+        def products(names: list[str]) -> torch.Tensor:
+            pairs = [(self.gradients[name], self.gradients[name]) for name in names]
+            return inner_products(pairs, samples, device, symmetric=True)
+
+        return _of_groups(list(self.gradients), per, products)
+
+    def _assert_same_parameters(self, other: PerSampleGradients) -> None:
+        names = set(self.gradients), set(other.gradients)
+        if names[0] != names[1]:
+            raise TransformError(
+                f"inner: only one of the two sets has gradients of {sorted(names[0] ^ names[1])[:8]}",
+                expected="gradients of the same parameters",
+                cause="two models, or one of them frozen in part",
+                next_step="select(names) of both sets",
+            )
+        for name, gradient in self.gradients.items():
+            if gradient.shape != other.gradients[name].shape:
+                raise TransformError(
+                    f"inner: {name} has shape {tuple(gradient.shape)} in one set and {tuple(other.gradients[name].shape)} in the other",
+                    expected="gradients of the same parameters",
+                    cause="two models",
+                )
+        if self.losses.device != other.losses.device:
+            raise TransformError(
+                f"inner: one set is on {self.losses.device}, the other on {other.losses.device}", expected="both on one device"
+            )
 
     def dot(self, vector: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """[n]: the inner product of each sample's gradient with one vector, given as name -> [*shape]. Absent names count zero."""
@@ -101,20 +155,62 @@ class PerSampleGradients:
 
     def materialise(self) -> dict[str, torch.Tensor]:
         """name -> [n, *shape]: every per-sample gradient written out."""
-        return {
-            name: gradient.materialise()
-            if gradient.terms
-            else torch.zeros(len(self), *gradient.shape, dtype=gradient.dtype, device=gradient.device)
-            for name, gradient in self.gradients.items()
-        }
+        return {name: _written_out(gradient, len(self)) for name, gradient in self.gradients.items()}
 
-    def select(self, names: Iterable[str]) -> PerSampleGradients:
-        """The same for some of the parameters."""
-        return PerSampleGradients({name: self.gradients[name] for name in names}, self.losses, self.aux)
+    def reduce(self, step: Callable[[State, str, slice, torch.Tensor], State], initial: State) -> State:
+        """A query of your own, from gradients that are written out for a few samples at a time.
+
+        Args:
+            step: (state, name, samples, block) to the next state; block [k, *shape] holds the gradients in the parameter `name` of
+                the samples that the slice names. It is called for each parameter, and block by block in the samples' order.
+            initial: the first state.
+
+        The largest entry of each sample's gradient:
+
+            def step(largest, name, samples, block):
+                largest[samples] = torch.maximum(largest[samples], block.abs().flatten(1).amax(1))
+                return largest
+
+
+            grads.reduce(step, torch.zeros(len(grads)))
+
+        One block of one parameter exists at a time, and holds as many samples as fit the block size of the device, at least one.
+        """
+        state = initial
+        for name, gradient in self.gradients.items():
+            each = math.prod(gradient.shape) * max(gradient.dtype.itemsize, 4)
+            for samples in blocks(len(self), 2 * each, gradient.device):
+                state = step(state, name, samples, _written_out(gradient.at(samples), samples.stop - samples.start))
+        return state
+
+    def select(self, names: str | Iterable[str]) -> PerSampleGradients:
+        """The same for some of the parameters, by their names or by patterns such as "*.weight" ("*", "?" and "[...]" as in file names).
+
+        Raises TransformError for a name that is no parameter's, and for a pattern that fits none.
+        """
+        chosen: dict[str, DeferredGradient] = {}
+        for name in [names] if isinstance(names, str) else names:
+            if name in self.gradients:
+                chosen[name] = self.gradients[name]
+                continue
+            fitting = fnmatch.filter(self.gradients, name)
+            if not fitting:
+                close = difflib.get_close_matches(name, self.gradients, n=1)
+                raise TransformError(
+                    f"select: no parameter of the name {name!r}" + (f"; did you mean {close[0]}?" if close else ""),
+                    expected=f"names among {list(self.gradients)[:8]}, or a pattern that fits some of them",
+                )
+            chosen.update({each: self.gradients[each] for each in fitting})
+        return PerSampleGradients(chosen, self.losses, self.aux)
 
     def describe(self) -> dict[str, str]:
         """name -> how its norms are computed."""
         return {name: gradient.describe() for name, gradient in self.gradients.items()}
+
+    @property
+    def unfactored(self) -> list[str]:
+        """The parameters whose gradients were written out, sample by sample, because an operator on their way needed the value."""
+        return [name for name, gradient in self.gradients.items() if gradient.lost_at]
 
 
 @dataclass(frozen=True)
@@ -150,6 +246,11 @@ class SquareNorms:
         """name -> how its norms were computed."""
         return self.computed_as
 
+    @property
+    def unfactored(self) -> list[str]:
+        """As PerSampleGradients.unfactored."""
+        return [name for name, way in self.computed_as.items() if "materialise after" in way]
+
 
 def _grouped(norms: dict[str, torch.Tensor], per: Per) -> Any:
     """Squared norms by parameter, added up as `per` says."""
@@ -157,23 +258,31 @@ def _grouped(norms: dict[str, torch.Tensor], per: Per) -> Any:
         return norms
     if per == "total":
         return torch.stack(list(norms.values())).sum(0)
-    if per != "module":
+    return {owner: torch.stack([norms[name] for name in names]).sum(0) for owner, names in _groups(list(norms), per).items()}
+
+
+def _of_groups(names: list[str], per: Per, query: Callable[[list[str]], torch.Tensor]) -> Any:
+    """A query's answer for all parameters, or for each group of them that `per` makes."""
+    if per == "total":
+        return query(names)
+    return {label: query(group) for label, group in _groups(names, per).items()}
+
+
+def _groups(names: list[str], per: Per) -> dict[str, list[str]]:
+    """The parameters of each label: their own name, or that of the module that they belong to."""
+    if per not in ("parameter", "module"):
         raise ValueError(f"per={per!r}: expected 'total', 'parameter' or 'module'")
-    modules: dict[str, torch.Tensor] = {}
-    for name, square in norms.items():
-        owner = name.rpartition(".")[0]
-        modules[owner] = modules[owner] + square if owner in modules else square
-    return modules
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(name if per == "parameter" else name.rpartition(".")[0], []).append(name)
+    return groups
 
 
-def _summed(gradient: DeferredGradient, query: Callable[[Term, Layout], torch.Tensor]) -> torch.Tensor:
-    total: torch.Tensor | None = None
-    for placed in gradient.terms:
-        part = query(placed.term, placed.layout)
-        total = part if total is None else total + part
-    if total is None:
-        return torch.zeros(gradient.shape, dtype=gradient.dtype, device=gradient.device)
-    return total
+def _written_out(gradient: DeferredGradient, n: int) -> torch.Tensor:
+    """[n, *shape], zeros where the loss does not depend on the parameter."""
+    if gradient.terms:
+        return gradient.materialise()
+    return torch.zeros(n, *gradient.shape, dtype=gradient.dtype, device=gradient.device)
 
 
 def _in_order(parts: list[Any], groups: list[torch.Tensor]) -> Any:
@@ -185,15 +294,8 @@ def _in_order(parts: list[Any], groups: list[torch.Tensor]) -> Any:
 def merged(terms: Iterable[Placed]) -> list[Placed]:
     """Terms of one kind and layout as one: more positions of the same product. What is left over has cross terms of its own."""
     groups: dict[Any, list[Placed]] = {}
-    for placed in map(_upright, terms):
+    for placed in map(upright, terms):
         groups.setdefault((placed.layout, placed.term.kin()), []).append(placed)
     return [
         Placed(first.term.plus([placed.term for placed in others]), first.layout) if others else first for first, *others in groups.values()
     ]
-
-
-def _upright(placed: Placed) -> Placed:
-    """The same with its elements in the parameter's order where that costs nothing, so that a weight and its transpose meet."""
-    term = oriented(placed)
-    layout = Layout.identity(term.shape).reshape(placed.layout.shape) if term is not None else None
-    return Placed(term, layout) if term is not None and layout is not None else placed

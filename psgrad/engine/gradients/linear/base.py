@@ -89,7 +89,7 @@ def by_atoms(by: torch.Tensor, layout: Layout, axes: list[Names], names: Names, 
         order += axis
         sizes += [layout.atoms[name] if length != 1 else 1 for name in axis]
     by = by.reshape((*lead, *sizes))
-    return by.permute(*range(len(lead)), *(len(lead) + order.index(name) for name in names))
+    return by.permute((*range(len(lead)), *(len(lead) + order.index(name) for name in names)))
 
 
 def varies(by: torch.Tensor, names: Names, among: Names, *, each: bool) -> bool:

@@ -1,0 +1,152 @@
+"""The inner products of two sets of deferred gradients: a way for each region, and the samples that rounding may have spoilt again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import reduce
+
+import torch
+
+from psgrad.engine.gradients.deferral import DeferredGradient, Placed
+from psgrad.engine.gradients.inner.factored import Sides, add_factored
+from psgrad.engine.gradients.inner.prices import MATCHES, WRITTEN, cheapest_way
+from psgrad.engine.gradients.inner.regions import Region, regions
+from psgrad.engine.gradients.inner.written import add_written, bundled
+from psgrad.engine.gradients.machines import machine
+from psgrad.engine.gradients.norms import square_norms
+from psgrad.engine.gradients.terms import CANCELLATION, Product, Rows, Term, accumulating_dtype
+
+Pair = tuple[DeferredGradient, DeferredGradient]
+
+
+def inner_products(pairs: Sequence[Pair], samples: tuple[int, int], device: torch.device, *, symmetric: bool = False) -> torch.Tensor:
+    """[n, m] float64: the sum over parameters of the inner products of n samples' gradients with those of m others.
+
+    Args:
+        pairs: for each parameter the gradients of both sets.
+        samples: n and m.
+        symmetric: both sets are one: half is computed.
+
+    Each region of a parameter (regions.py) is contracted by its factors or written out piece by piece, whichever is priced less. Numbers
+    are multiplied in at least float32 and added up over pieces and parameters in float64. Samples whose positions or terms nearly
+    cancel, or whose numbers are near the limits of float32, are taken again in float64. A sample whose gradient is not finite has
+    numbers that are not finite in its row or column, and leaves those of others alone.
+    """
+    total = torch.zeros(samples, dtype=torch.float64, device=device)
+    if not total.numel():
+        return total
+    to_write: dict[torch.dtype, list[Region]] = {}
+    to_meet: list[tuple[Region, str, torch.dtype]] = []
+    for region in (region for x, y in pairs for region in regions(x, y)):
+        dtype = reduce(torch.promote_types, (accumulating_dtype(term.dtype) for term in region.terms))
+        way = cheapest_way(region, dtype, machine(device))
+        if way == WRITTEN:
+            to_write.setdefault(dtype, []).append(region)
+        else:
+            to_meet.append((region, way, dtype))
+    is_zero = True
+    for dtype, waiting in to_write.items():
+        for bundle in bundled(waiting):
+            part = _written(total if is_zero else torch.zeros_like(total), bundle, dtype, symmetric)
+            total, is_zero = part if is_zero else total.add_(part), False
+    for region, way, dtype in to_meet:
+        _add_by_factors(total, region, way, dtype, symmetric)
+    return _mirrored(total) if symmetric else total
+
+
+def _add_by_factors(total: torch.Tensor, region: Region, way: str, dtype: torch.dtype, symmetric: bool) -> None:
+    """Add a region's inner products by factors; the lower half of a symmetric result is left alone, or not."""
+    sides = region.left, region.right
+    again = [_cancelled(side) if dtype != torch.float64 else None for side in (sides[:1] if symmetric else sides)]
+    if all(places is None or not len(places) for places in again):
+        add_factored(total, _factors(region, way), dtype, symmetric=symmetric)
+        return
+    part = torch.zeros_like(total)
+    add_factored(part, _factors(region, way), dtype, symmetric=symmetric)
+    for side, places in enumerate(again):
+        if places is not None and len(places):
+            exact = torch.zeros(_count(total, side, places), dtype=torch.float64, device=total.device)
+            add_factored(exact, _factors(_of(region, side, places), way), torch.float64, symmetric=False)
+            _replace(part, side, places, exact, symmetric)
+    total += part
+
+
+def _factors(region: Region, way: str) -> Sides:
+    return Sides([placed.term for placed in region.left], [placed.term for placed in region.right], way == MATCHES)
+
+
+def _written(out: torch.Tensor, bundle: list[Region], dtype: torch.dtype, symmetric: bool) -> torch.Tensor:
+    """The inner products over a bundle of regions, in `out`, which is zero."""
+    seen = add_written(out, bundle, dtype, symmetric=symmetric)
+    for side, lengths in enumerate(seen[:1] if symmetric else seen) if dtype != torch.float64 else ():
+        places = lengths.doubtful().nonzero().squeeze(1)
+        places = places[_are_products(bundle, side, places)]
+        if len(places):
+            exact = torch.zeros(_count(out, side, places), dtype=torch.float64, device=out.device)
+            add_written(exact, [_of(region, side, places) for region in bundle], torch.float64, symmetric=False)
+            _replace(out, side, places, exact, symmetric)
+    return out
+
+
+def _mirrored(out: torch.Tensor) -> torch.Tensor:
+    return out.triu() + out.triu(1).t()
+
+
+def _of(region: Region, side: int, places: torch.Tensor) -> Region:
+    return region.at(slice(None), places) if side else region.at(places, slice(None))
+
+
+def _count(out: torch.Tensor, side: int, places: torch.Tensor) -> tuple[int, int]:
+    return (out.shape[0], len(places)) if side else (len(places), out.shape[1])
+
+
+def _replace(out: torch.Tensor, side: int, places: torch.Tensor, again: torch.Tensor, symmetric: bool) -> None:
+    if side:
+        out[:, places] = again
+    else:
+        out[places] = again
+    if symmetric:
+        out[:, places] = again.t()
+
+
+def _cancelled(side: Sequence[Placed]) -> torch.Tensor:
+    """The samples [k] in which positions or terms nearly cancel: rounding of what meets between them would show."""
+    terms = [placed.term for placed in side]
+    if len(terms) == 1 and _positions(terms[0]) <= 1:
+        return torch.empty(0, dtype=torch.int64, device=terms[0].device)
+    alone = torch.stack([_of_positions(term) for term in terms]).sum(0)
+    together = square_norms([DeferredGradient(tuple(side), torch.Size(side[0].layout.shape), terms[0].dtype, terms[0].device)])[0]
+    return (together < CANCELLATION * alone).nonzero().squeeze(1)
+
+
+def _positions(term: Term) -> int:
+    if isinstance(term, Product):
+        return term.left.shape[1] * term.left.shape[2]
+    return term.factors[1].shape[1]
+
+
+def _of_positions(term: Term) -> torch.Tensor:
+    """[n] float64: the sum of the squared norms of what each position contributes."""
+    if isinstance(term, Product):
+        left, right = (torch.linalg.vector_norm(f, dim=3, dtype=torch.float64) for f in term.factors)
+        return (left * right).square_().sum((1, 2))
+    assert isinstance(term, Rows)
+    return torch.linalg.vector_norm(term.rows, dim=(1, 2), dtype=torch.float64).square_()
+
+
+def _are_products(bundle: Sequence[Region], side: int, places: torch.Tensor) -> torch.Tensor:
+    """[k]: whether any term of these samples has factors that are all finite and not zero throughout.
+
+    Where none has, a gradient of zero is a true zero, and one that is not finite would not be so in float64 either.
+    """
+    found = torch.zeros(len(places), dtype=torch.bool, device=places.device)
+    broken = torch.zeros_like(found)
+    for region in bundle if len(places) else ():
+        for placed in (region.left, region.right)[side]:
+            factors = [f[places].flatten(1) for f in placed.term.factors if f.is_floating_point() and f[0].numel()]
+            largest = [torch.linalg.vector_norm(f, math.inf, 1) for f in factors]
+            if largest:
+                found |= torch.stack([size > 0 for size in largest]).all(0)
+                broken |= ~torch.stack([torch.isfinite(size) for size in largest]).all(0)
+    return found & ~broken

@@ -1,0 +1,102 @@
+"""Where terms of two gradients meet: sets of elements of a parameter that no other term reaches into."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from psgrad.engine.gradients.deferral import DeferredGradient, Placed, oriented
+from psgrad.engine.gradients.layout import Layout
+from psgrad.engine.gradients.terms import Term
+
+# For each axis of a parameter the places that a term reaches: first, one past the last, step.
+Window = tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True)
+class Region:
+    """A set of elements of one parameter, and the terms that two gradients have there.
+
+    Attributes:
+        left, right: the terms of the one and of the other gradient, of n and of m samples; neither is empty.
+        elements: how many there are.
+        is_aligned: whether all terms have their elements in one order, so that layouts need not be asked.
+    """
+
+    left: tuple[Placed, ...]
+    right: tuple[Placed, ...]
+    elements: int
+    is_aligned: bool
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        return tuple(placed.term for placed in (*self.left, *self.right))
+
+    def at(self, samples: slice | torch.Tensor, others: slice | torch.Tensor) -> Region:
+        """The same for some samples of either side."""
+        return replace(self, left=_at(self.left, samples), right=_at(self.right, others))
+
+
+def _at(side: Sequence[Placed], samples: slice | torch.Tensor) -> tuple[Placed, ...]:
+    return tuple(Placed(placed.term.at(samples), placed.layout) for placed in side)
+
+
+def regions(x: DeferredGradient, y: DeferredGradient) -> list[Region]:
+    """The regions in which both gradients of one parameter have terms. Everywhere else their products are zero."""
+    if not math.prod(x.shape):
+        return []
+    found = []
+    every, first = (*x.terms, *y.terms), len(x.terms)
+    for places in apart(every):
+        left, right = [every[i] for i in places if i < first], [every[i] for i in places if i >= first]
+        if left and right:
+            found.append(_region(left, right))
+    return found
+
+
+def apart(terms: Sequence[Placed]) -> list[list[int]]:
+    """The places of one parameter's terms by the window that they lie in; all together where two windows have an element in common."""
+    windows: dict[Window, list[int]] = {}
+    for place, placed in enumerate(terms):
+        windows.setdefault(_window(placed.layout), []).append(place)
+    if any(_overlap(one, other) for one, other in itertools.combinations(windows, 2)):
+        return [list(range(len(terms)))]
+    return list(windows.values())
+
+
+def _window(layout: Layout) -> Window:
+    return tuple((at.start, at.stop, at.step or 1) for at in layout.slices)
+
+
+def _overlap(one: Window, other: Window) -> bool:
+    """Whether two windows may have an element in common."""
+    return all(_meet(a, b) for a, b in zip(one, other, strict=True))
+
+
+def _meet(a: tuple[int, int, int], b: tuple[int, int, int]) -> bool:
+    """Whether two runs of places may have one in common."""
+    if a[1] <= b[0] or b[1] <= a[0]:
+        return False
+    return (a[0] - b[0]) % math.gcd(a[2], b[2]) == 0
+
+
+def _region(left: Sequence[Placed], right: Sequence[Placed]) -> Region:
+    """The window of these terms, if it is the same for all, taken off; else the whole parameter."""
+    every = [*left, *right]
+    if len({_window(placed.layout) for placed in every}) > 1:
+        return Region(tuple(left), tuple(right), math.prod(every[0].layout.shape), is_aligned=False)
+    every = [Placed(placed.term, placed.layout.bare) for placed in every]
+    elements = math.prod(every[0].layout.shape)
+    straight = [term for placed in every if (term := oriented(placed)) is not None]
+    is_aligned = True
+    if len(straight) == len(every):
+        every = [Placed.plain(term) for term in straight]
+    elif all(placed.layout == every[0].layout and placed.term.shape == every[0].term.shape for placed in every):
+        every = [Placed.plain(placed.term) for placed in every]
+    else:
+        is_aligned = False
+    return Region(tuple(every[: len(left)]), tuple(every[len(left) :]), elements, is_aligned)
