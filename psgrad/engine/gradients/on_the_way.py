@@ -11,8 +11,8 @@ import torch
 
 from psgrad.engine.gradients.layout import Layout
 from psgrad.engine.gradients.linear import contracted, expanded, narrowed, reshaped, scattered, summed, times
-from psgrad.engine.gradients.placed import DeferredGradient, Placed
-from psgrad.engine.gradients.terms import Dense, Multiples
+from psgrad.engine.gradients.placed import DeferredGradient, Placed, term_of
+from psgrad.engine.gradients.terms import Dense
 from psgrad.engine.transforms.batching import Batch
 from psgrad.engine.transforms.operators import Op
 from psgrad.engine.transforms.rules.families import wrap_dim
@@ -228,16 +228,7 @@ def _flip(batch: Batch, op: Op, waiting: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _terms(batch: Batch, tensor: torch.Tensor, value: DeferredGradient | None) -> tuple[Placed, ...]:
-    if value is not None:
-        return value.terms
-    if batch.is_mapped(tensor):
-        return (Placed.plain(Dense(batch.physical(tensor))),)
-    return (Placed.plain(shared_by_all(batch, tensor)),)
-
-
-def shared_by_all(batch: Batch, tensor: torch.Tensor) -> Multiples:
-    """A value that is the same for all samples."""
-    return Multiples(torch.ones(batch.size, *(1,) * tensor.dim(), dtype=tensor.dtype, device=tensor.device), tensor)
+    return value.terms if value is not None else (Placed.plain(term_of(batch, tensor)),)
 
 
 def _add(batch: Batch, op: Op, waiting: Waiting, args: Any, kwargs: Any) -> Any:

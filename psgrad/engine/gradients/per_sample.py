@@ -10,9 +10,9 @@ import torch
 
 from psgrad.engine.gradients.deferral import DeferredGradient, WeightDeferral, deferred_in
 from psgrad.engine.gradients.norms import square_norms
+from psgrad.engine.gradients.placed import term_of
 from psgrad.engine.gradients.queries import PerSampleGradients, SquareNorms, merged
 from psgrad.engine.gradients.settling import settled
-from psgrad.engine.gradients.terms import Dense
 from psgrad.engine.transforms import generators
 from psgrad.engine.transforms.batching import BatchLevel
 from psgrad.engine.transforms.branching import Divergence, WriteWatch
@@ -172,5 +172,5 @@ def _collected(level: BatchLevel, parameter: torch.Tensor, cotangent: torch.Tens
         return DeferredGradient((), shape, parameter.dtype, parameter.device)
     value = deferred_in(level.batch, cotangent)
     if value is None:
-        value = DeferredGradient.of(Dense(level.batch.physical(cotangent)), shape)
+        value = DeferredGradient.of(term_of(level.batch, cotangent), shape)
     return value.with_terms(merged(value.terms)) if len(value.terms) > 1 else value

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from psgrad.engine.gradients.layout import Layout
-from psgrad.engine.gradients.terms import Dense, Product, Term
+from psgrad.engine.gradients.terms import Dense, Multiples, Product, Term
 from psgrad.engine.transforms.batching import Batch
 
 
@@ -112,3 +112,20 @@ def deferred_in(batch: Batch, argument: Any) -> DeferredGradient | None:
     if batch.is_mapped(argument) and isinstance(argument.value, DeferredGradient):
         return argument.value
     return None
+
+
+def term_of(batch: Batch, value: torch.Tensor) -> Term:
+    """A value that is there, or that all samples share, or that is the same along some of its axes: nobody need write it out."""
+    if not batch.is_mapped(value):
+        return Multiples(torch.ones(batch.size, *(1,) * value.dim(), dtype=value.dtype, device=value.device), value)
+    physical = batch.physical(value)
+    coefficients = narrow(physical)
+    if coefficients.shape == physical.shape:
+        return Dense(physical)
+    return Multiples(coefficients, torch.ones((), dtype=value.dtype, device=value.device).expand(value.shape))
+
+
+def narrow(value: torch.Tensor) -> torch.Tensor:
+    """One long along the axes (but the first) along which a value was expanded."""
+    strides = value.stride()[1:]
+    return value[(slice(None), *(slice(0, 1) if stride == 0 else slice(None) for stride in strides))] if 0 in strides else value

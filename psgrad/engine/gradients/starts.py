@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from psgrad.engine.gradients.layout import Layout
-from psgrad.engine.gradients.placed import DeferredGradient, Placed
+from psgrad.engine.gradients.placed import DeferredGradient, Placed, narrow
 from psgrad.engine.gradients.terms import Convolution, Dense, Multiples, Product, Rows
 from psgrad.engine.transforms.batching import Batch
 from psgrad.engine.transforms.operators import Op
@@ -110,22 +110,17 @@ def _times(batch: Batch, op: Op, a: Any, b: Any) -> Any:
         return NotImplemented
     own, shared = (a, b) if batch.is_mapped(a) else (b, a)
     shape = torch.broadcast_shapes(a.shape, b.shape)
-    coefficients = _narrow(batch.aligned(own, len(shape)))
+    coefficients = narrow(batch.aligned(own, len(shape)))
     if shared.shape != shape or coefficients[:1].numel() >= math.prod(shape):
         return NotImplemented
     term = Multiples(coefficients, shared if op is not aten.div.Tensor else shared.reciprocal())
     return DeferredGradient.of(term, shape)
 
 
-def _narrow(value: torch.Tensor) -> torch.Tensor:
-    """One long along the axes (but the first) along which a value was expanded."""
-    return value[(slice(None), *(slice(0, 1) if stride == 0 else slice(None) for stride in value.stride()[1:]))]
-
-
 def _outer(batch: Batch, a: torch.Tensor, b: torch.Tensor) -> Any:
     """An outer product that broadcasting makes: axes of both are groups, axes of one are its own."""
     rank = max(a.dim(), b.dim())
-    left, right = _narrow(batch.aligned(a, rank)), _narrow(batch.aligned(b, rank))
+    left, right = narrow(batch.aligned(a, rank)), narrow(batch.aligned(b, rank))
     n = left.shape[0]
     sizes = list(torch.broadcast_shapes(a.shape, b.shape))
     lefts = [d for d in range(rank) if sizes[d] > 1 and right.shape[d + 1] == 1]

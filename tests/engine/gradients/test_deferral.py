@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from psgrad.engine.gradients import PerSampleGradients, per_sample_square_norms
+from psgrad.engine.gradients import PerSampleGradients, per_sample_gradients, per_sample_square_norms
 from psgrad.engine.gradients.deferral import DeferredGradient
 from psgrad.engine.gradients.per_sample import Pass
 from psgrad.engine.transforms import functional_call
@@ -203,6 +205,10 @@ PROGRAMS: dict[str, Program] = {
     "centred rows": of(lambda x, w: F.linear(x, w - w.mean(1, keepdim=True)), (3, 4), w=(5, 4), kinds={"w": "Multiples + Product"}),
     "softmax of a weight": of(lambda x, w: F.linear(x, w.softmax(1)), w=(5, 4), kinds={"w": "Hadamard + Multiples"}),
     "penalty": of(lambda x, w: F.linear(x, w).sum() + w.square().sum(), w=(5, 4), kinds={"w": "Multiples + Product"}),
+    "sum of the weight": of(lambda x, w: F.linear(x, w).sum() + w.sum(), w=(5, 4), kinds={"w": "Multiples + Product"}),
+    "nothing but the weight": of(lambda x, w: w.square(), w=(5, 4), kinds={"w": "Multiples"}),
+    "by broadcasting": of(lambda x, w: (w * x).sum(-1), (4,), w=(5, 4), kinds={"w": "Product"}),
+    "by broadcasting at positions": of(lambda x, w: (w * x.unsqueeze(1)).sum(-1), (3, 4), w=(5, 4), kinds={"w": "Product"}),
     "the weight alone": of(lambda x, w: w.square().sum() * x.sum(), w=(5, 4), kinds={"w": "Multiples"}),
     # -- other contractions
     "experts": of(lambda x, w: torch.bmm(x, w), (2, 3, 4), w=(2, 4, 5), kinds={"w": "Product"}),
@@ -381,3 +387,81 @@ def close(actual: Tensor, expected: Tensor, single: bool = False) -> None:
     scale = expected.abs().max().item() or 1.0
     assert actual.shape == expected.shape
     assert (actual.double() - expected).abs().max().item() <= (1e-5 if single else 1e-10) * scale
+
+
+# Memory ---------------------------------------------------------------------------------------------------------------------------------
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that a tensor held which an operator returned; what was given to the program is not counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self.elements = max(self.elements, leaf.untyped_storage().nbytes() // leaf.element_size())
+        return out
+
+
+WIDE, TALL, MANY = 48, 64, 60  # a weight's sizes, and samples: their product is what must not be made
+COUNT = 3000  # rows of a table
+WIDE_MASK = torch.rand(TALL, WIDE, generator=torch.Generator().manual_seed(0)).round().double()
+
+NEVER_WRITTEN_OUT: dict[str, tuple[Callable[..., Tensor], dict[str, tuple[int, ...]]]] = {
+    "chunks": (lambda x, w: torch.stack([F.linear(x, part) for part in w.chunk(4)]).prod(0), {"w": (4 * TALL, WIDE)}),
+    "one matrix of a stack": (lambda x, w: F.linear(x, w[3]), {"w": (5, TALL, WIDE)}),
+    "concatenated": (lambda x, v, w: F.linear(x, torch.cat([v, w])), {"v": (TALL, WIDE), "w": (TALL, WIDE)}),
+    "rows by a shared index": (lambda x, w: F.linear(x, w[torch.arange(0, TALL, 3)]), {"w": (TALL, WIDE)}),
+    "weight norm": (
+        lambda x, v, g: F.linear(x, g * v / v.norm(dim=1, keepdim=True)),
+        {"v": (TALL, WIDE), "g": (TALL, 1)},
+    ),
+    "times a scalar parameter": (lambda x, w, s: F.linear(x, s * w), {"w": (TALL, WIDE), "s": ()}),
+    "times a mask": (lambda x, w: F.linear(x, w * WIDE_MASK), {"w": (TALL, WIDE)}),
+    "through tanh": (lambda x, w: F.linear(x, w.tanh()), {"w": (TALL, WIDE)}),
+    "low-rank adapter": (lambda x, a, b: F.linear(x, WIDE_MASK + b @ a), {"a": (2, WIDE), "b": (TALL, 2)}),
+    "centred rows": (lambda x, w: F.linear(x, w - w.mean(1, keepdim=True)), {"w": (TALL, WIDE)}),
+    "softmax of a weight": (lambda x, w: F.linear(x, w.softmax(1)), {"w": (TALL, WIDE)}),
+    "penalty": (lambda x, w: F.linear(x, w).sum() + w.square().sum(), {"w": (TALL, WIDE)}),
+    "penalty of the weight alone": (lambda x, w: F.linear(x, w).sum() + w.sum(), {"w": (TALL, WIDE)}),
+    "spectral norm": (lambda x, w: F.linear(x, w / (WIDE_MASK[:, 0] @ (w @ WIDE_MASK[0]))), {"w": (TALL, WIDE)}),
+    "table": (lambda x, w: F.embedding(places(x), w), {"w": (COUNT, WIDE)}),
+    "table by indexing": (lambda x, w: w[places(x)], {"w": (COUNT, WIDE)}),
+    "table of numbers": (lambda x, w: w[places(x)] * x, {"w": (COUNT * WIDE,)}),
+    "columns by indexing": (lambda x, w: w[:, places(x)], {"w": (WIDE, COUNT)}),
+    "bags": (lambda x, w: F.embedding_bag(places(x).view(4, -1), w, mode="mean"), {"w": (COUNT, WIDE)}),
+    "bags, max": (lambda x, w: F.embedding_bag(places(x).view(4, -1), w, mode="max"), {"w": (COUNT, WIDE)}),
+    "bags by offsets": (lambda x, w: F.embedding_bag(places(x), w, torch.tensor([0, 7]), mode="sum"), {"w": (COUNT, WIDE)}),
+    "weighted bags": (
+        lambda x, w: F.embedding_bag(places(x).view(4, -1), w, mode="sum", per_sample_weights=x.view(4, -1)),
+        {"w": (COUNT, WIDE)},
+    ),
+    "scaled table": (lambda x, w, s: F.embedding(places(x), s * w), {"w": (COUNT, WIDE), "s": ()}),
+    "table of positions": (lambda x, w: x + w[: len(x)], {"w": (COUNT, WIDE)}),
+}
+
+
+def places(x: Tensor) -> Tensor:
+    """Some index for each element."""
+    return (x * 1000).long().abs() % COUNT
+
+
+@pytest.mark.parametrize("name", NEVER_WRITTEN_OUT)
+def test_no_value_of_the_size_of_samples_times_weight_is_made(name: str) -> None:
+    forward, shapes = NEVER_WRITTEN_OUT[name]
+    program = of(forward, (WIDE,), kinds={}, **shapes)
+    params = {key: randn(*shape) for key, shape in shapes.items()}
+    batch = (randn(MANY, WIDE),)
+    vector = {key: torch.randn_like(value) for key, value in params.items()}
+    with Largest() as seen:
+        grads = per_sample_gradients(program.loss, params, *batch)
+        grads.square_norms()
+        grads.weighted_sum(torch.rand(MANY, dtype=torch.float64))
+        grads.dot(vector)
+        per_sample_square_norms(program.loss, params, *batch)
+    weight = max(TALL * WIDE, *(value.numel() for value in params.values()))
+    assert seen.elements < MANY * weight / 4
