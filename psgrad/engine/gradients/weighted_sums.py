@@ -61,8 +61,7 @@ def per_sample_weighted_sum(
 
     The other arguments are those of `per_sample_gradients`.
     """
-    device = next(iter(params.values())).device
-    kept = _Kept(free_memory(device) / 2 if memory is None else memory)
+    kept = _Kept(memory, next(iter(params.values())).device)
     before = generators.states() if randomness != "error" else None
     job = Pass(loss, params, batch, in_dims, has_aux, randomness)
     found = NormsByName()
@@ -97,13 +96,19 @@ def per_sample_weighted_sum(
     return WeightedSum(sums, norms, factors, recomputed=True)
 
 
-class _Kept:
-    """Gradients that wait for their weights, up to so many bytes; past that none."""
+# Bytes that are kept without asking how much memory is free, which takes longer than a small network's pass.
+_WITHOUT_ASKING = 64 << 20
 
-    def __init__(self, memory: float) -> None:
+
+class _Kept:
+    """Gradients that wait for their weights, up to so many bytes (None: half of what is free); past that none."""
+
+    def __init__(self, memory: float | None, device: torch.device) -> None:
         self.gradients: dict[str, DeferredGradient] = {}
-        self.full = memory <= 0
-        self._left = memory
+        self.full = memory is not None and memory <= 0
+        self._device = device
+        self._asked = memory is not None
+        self._left = _WITHOUT_ASKING if memory is None else memory
         self._seen: set[int] = set()  # tensors share storages: an input serves several weights
 
     def add(self, name: str, gradient: DeferredGradient) -> None:
@@ -116,6 +121,9 @@ class _Kept:
                 if storage._cdata not in self._seen:
                     self._seen.add(storage._cdata)
                     self._left -= storage.nbytes()
+        if self._left < 0 and not self._asked:
+            self._asked = True
+            self._left += free_memory(self._device) / 2
         if self._left < 0:
             self.give_up()
 
