@@ -139,6 +139,8 @@ class BatchLevel(AdoptingLevel):
         return traced(result, self) if type(result) is torch.Tensor else self._wrap(result)
 
     def _wrap(self, result: Any) -> Any:
+        if type(result) is tuple:
+            return tuple([traced(x, self) if type(x) is torch.Tensor else self._wrap(x) for x in result])
         return map_tracers(self._wrap_one, result)
 
     def _wrap_one(self, physical: torch.Tensor) -> torch.Tensor:
@@ -280,4 +282,6 @@ class Batch:
         """The inverse of `fold`, for one result or a tuple of them."""
         if isinstance(physical, tuple):
             return tuple(self.unfold(item) for item in physical)
-        return physical.unflatten(0, (self.level.size, -1)) if self.level.size else physical.reshape(0, 1, *physical.shape[1:])
+        size = self.level.size
+        shape = physical.shape
+        return physical.reshape(size, shape[0] // size if size else 1, *shape[1:])

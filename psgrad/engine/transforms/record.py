@@ -33,9 +33,6 @@ class Node:
         self.edges: list[Edge] = []
         self.joint: Callable[..., Any] | None = None  # one closure for all edges: cotangent(s) -> cotangents of the inputs, by position
 
-    def __lt__(self, other: Node) -> bool:
-        return self.sequence > other.sequence  # a heap pops the latest first
-
 
 class Edge:
     """From an operator to one of its inputs."""
@@ -67,7 +64,7 @@ def pull_back(
         them all at the end: then at no time do all of them exist.
     """
     pending: dict[Node, list[torch.Tensor | None]] = {}
-    heap: list[Node] = []
+    heap: list[tuple[int, Node]] = []  # the latest first
 
     def add(node: Node, output: int, cotangent: torch.Tensor | None) -> None:
         if cotangent is None:
@@ -75,7 +72,7 @@ def pull_back(
         slots = pending.get(node)
         if slots is None:
             slots = pending[node] = [None] * (node.outputs or 1)
-            heapq.heappush(heap, node)
+            heapq.heappush(heap, (-node.sequence, node))
         known = slots[output]
         slots[output] = cotangent if known is None else run(aten.add.Tensor, known, cotangent)
 
@@ -94,13 +91,13 @@ def pull_back(
     with (
         recorded_outside() if attached or state.attached or any(c is not None and c.requires_grad for _, c in seeds) else below_autograd(),
         rules_only(),
-        _cotangents_of_shared_values() as shared,
+        _cotangents_of_shared_values(),
     ):
         for place, cotangent in seeds:
             if place.node is not None:
                 add(place.node, place.output, cotangent)
         while heap:
-            node = heapq.heappop(heap)
+            node = heapq.heappop(heap)[1]
             slots = pending.pop(node, None)
             if slots is None:  # consumed already
                 continue
@@ -110,7 +107,7 @@ def pull_back(
                 continue
             arrived: Any = slots[0] if node.outputs is None else slots
             if node.joint is not None:
-                shared(False)
+                state.cotangent_is_shared = False
                 results = node.joint(arrived, [edge.position for edge in node.edges])
                 for edge in node.edges:
                     add(edge.source, edge.output, results.get(edge.position))
@@ -118,7 +115,7 @@ def pull_back(
                 del results
             else:
                 for edge in node.edges:
-                    shared(edge.shared)
+                    state.cotangent_is_shared = edge.shared
                     assert edge.closure is not None
                     # what an edge adds to a shared value's cotangent is a sum of un-run contractions, too
                     add(edge.source, edge.output, edge.closure(arrived))
@@ -153,12 +150,9 @@ def _count_uses(ends: Sequence[Node | None], wanted: set[Node]) -> dict[Node, in
 
 @contextmanager
 def _cotangents_of_shared_values() -> Any:
+    """While the pass back runs, which says at each step whether the cotangent is that of a value that all samples share."""
     before = state.cotangent_is_shared
-
-    def set_shared(value: bool) -> None:
-        state.cotangent_is_shared = value
-
     try:
-        yield set_shared
+        yield
     finally:
         state.cotangent_is_shared = before

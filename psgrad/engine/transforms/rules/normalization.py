@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms import diagnostics
-from psgrad.engine.transforms.interpreter import Tracer
+from psgrad.engine.transforms.interpreter import Tracer, run
 from psgrad.engine.transforms.rules.families import aten, cast, sum_to
 from psgrad.engine.transforms.rules.registry import JointVJP, Op, define, replace
 from psgrad.errors import TransformError
@@ -50,7 +50,10 @@ def _input_back(
 def _layer_norm_input(out: Any, x: torch.Tensor, shape: Sequence[int], weight: Any, bias: Any, eps: float) -> Callable[[list[Any]], Any]:
     _, mean, rstd = out
     return _input_back(
-        lambda g: aten.native_layer_norm_backward.default(g, x, shape, mean, rstd, weight, bias, [True, False, False])[0], x, mean, rstd
+        lambda g: run(aten.native_layer_norm_backward.default, g, x, shape, mean, rstd, weight, bias, [True, False, False])[0],
+        x,
+        mean,
+        rstd,
     )
 
 
@@ -121,8 +124,8 @@ def _group_norm_back(out: Any, x: torch.Tensor, weight: Any, bias: Any, b: int, 
         if gs[0] is not None:
             wanted = [position in positions for position in range(3)]
             # the kernel reads both as if they lay in memory alike
-            grads = aten.native_group_norm_backward.default(
-                gs[0].contiguous(), x.contiguous(), mean, rstd, weight, b, c, hw, groups, wanted
+            grads = run(
+                aten.native_group_norm_backward.default, gs[0].contiguous(), x.contiguous(), mean, rstd, weight, b, c, hw, groups, wanted
             )
         found = {position: grads[position] for position in positions}
         if 0 in found:

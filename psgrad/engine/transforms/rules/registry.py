@@ -54,8 +54,24 @@ class DerivativeRule:
         return closure if isinstance(position, int) else closure(position[1])
 
 
-_derivatives: dict[Op, DerivativeRule] = {}
-_batchings: dict[Op, Callable[..., Any]] = {}
+class _Table(dict[Op, Any]):
+    """Rules, by operator. What is known of operators is forgotten whenever one changes."""
+
+    def __setitem__(self, op: Op, rule: Any) -> None:
+        super().__setitem__(op, rule)
+        _known.clear()
+
+    def __delitem__(self, op: Op) -> None:
+        super().__delitem__(op)
+        _known.clear()
+
+    def pop(self, op: Op, *default: Any) -> Any:
+        _known.clear()
+        return super().pop(op, *default)
+
+
+_derivatives: dict[Op, DerivativeRule] = _Table()
+_batchings: dict[Op, Callable[..., Any]] = _Table()
 _shared_draws: dict[Op, Callable[..., Any]] = {}
 _constants: set[Op] = set()
 _decompositions: dict[Op, Callable[..., Any]] = {}
@@ -103,7 +119,6 @@ def define(
     same: for a random operator on a mapped value, what to run where all samples share one draw (randomness='same'): a function of `draw`
     (`draw(op, *args)` is what all samples share), the operator and its arguments, on which it may call operators as they are.
     """
-    _known.clear()
     for op in ops:
         if same is not None:
             assert op not in _shared_draws, op
@@ -119,6 +134,7 @@ def define(
 def constant(*ops: Op, batch: Callable[..., Any] | None = None, same: Callable[..., Any] | None = None) -> None:
     """Declare operators whose result has zero derivative everywhere (comparisons, indices, fresh tensors)."""
     _constants.update(ops)
+    _known.clear()
     define(*ops, batch=batch, same=same)
 
 
@@ -142,13 +158,12 @@ def derivative_rule(op: Op) -> DerivativeRule | None:
 
 
 def forget_derivative(op: Op) -> None:
-    _known.clear()
     _derivatives.pop(op, None)
     _constants.discard(op)
+    _known.clear()
 
 
 def forget_batching(op: Op) -> None:
-    _known.clear()
     _batchings.pop(op, None)
 
 
