@@ -16,13 +16,13 @@ from psgrad.engine.transforms.rules.windows import Geometry, weight_gradients
 def _input_back(
     out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Any, *geometry: Any
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda g: aten.convolution_backward.default(g, x, weight, [0], *geometry, [True, False, False])[0]
+    return lambda g: run(aten.convolution_backward.default, g, x, weight, [0], *geometry, [True, False, False])[0]
 
 
 def _weight_back(
     out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Any, *geometry: Any
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda g: aten.convolution_backward.default(g, x, weight, [0], *geometry, [False, True, False])[1]
+    return lambda g: run(aten.convolution_backward.default, g, x, weight, [0], *geometry, [False, True, False])[1]
 
 
 def _bias_back(out: torch.Tensor, *args: Any) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -128,7 +128,8 @@ def _ordinary(op: Op, axes: int) -> None:
 
     def convolution(x: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1) -> Any:
         spread = [[value] * axes if isinstance(value, int) else value for value in (stride, padding, dilation)]
-        if x.dim() != axes + 2:  # one image without a batch axis
+        # one image without a batch axis; complex numbers, which PyTorch takes apart; dtypes of which it says that they differ
+        if x.dim() != axes + 2 or x.dtype.is_complex or x.dtype != weight.dtype:
             return op.decompose(x, weight, bias, *spread, groups)
         return run(aten.convolution.default, x, weight, bias, *spread, False, [0] * axes, groups)
 
