@@ -29,6 +29,7 @@ def per_sample_gradients(
     in_dims: Any = 0,
     has_aux: bool = False,
     randomness: str = "error",
+    settle: bool = True,
 ) -> PerSampleGradients:
     """The gradients of `loss(params, *sample)` for each sample of a batch, in one pass forward and one back.
 
@@ -39,19 +40,19 @@ def per_sample_gradients(
         batch: pytrees of tensors with a sample axis, n long.
         in_dims: where that axis is, as for `vmap`; None for an argument that all samples share.
         randomness: as for `vmap`.
+        settle: whether gradients that are smaller than their factors (of a convolution on large images, of a small layer over many
+            positions) are written out at once, and the factors dropped.
 
-    Nothing of the size n x parameters is made here, nor by a query that does not ask for it; but where the gradients of a parameter are
-    smaller than their factors (a convolution on large images, a small layer over many positions), they are written out at once, and the
-    factors dropped.
+    Nothing of the size n x parameters is made here, nor by a query that does not ask for it, unless it is the smaller.
 
     Where `loss` branches on a sample's data and samples disagree, it runs once for the samples of each outcome, as under `vmap`.
     """
     found: dict[str, DeferredGradient] = {}
     job = Pass(loss, params, batch, in_dims, has_aux, randomness)
     try:
-        losses, aux = job.run(lambda name, gradient: found.__setitem__(name, settled(gradient)))
+        losses, aux = job.run(lambda name, gradient: found.__setitem__(name, settled(gradient) if settle else gradient))
     except Divergence as divergence:
-        again = partial(per_sample_gradients, loss, params, in_dims=in_dims, has_aux=has_aux, randomness=randomness)
+        again = partial(per_sample_gradients, loss, params, in_dims=in_dims, has_aux=has_aux, randomness=randomness, settle=settle)
         return job.split(divergence, again, PerSampleGradients.of_groups)
     return PerSampleGradients({name: found[name] for name in params}, losses, aux)
 

@@ -10,6 +10,7 @@ import gc
 import threading
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -199,14 +200,15 @@ class Stream:
         to_come: chunks of this size, this one included.
         """
         try:
-            how = self._way(measures, probing=self.automatic)
+            how = self._way(measures)
             inputs, target = loader.place(chunk)
-            if how in self.replays:
-                gradients: Any = self.replays[how](inputs, target, to_come)
+            if self.automatic:
+                gradients: Any = self._bound(partial(per_sample_gradients, settle=False))(self.params, inputs, target)
+                self._size_chunks(gradients)
+            elif how in self.replays:
+                gradients = self.replays[how](inputs, target, to_come)
             else:
                 gradients = self._bound(how)(self.params, inputs, target)
-            if self.automatic:
-                self._size_chunks(gradients)
             values: dict[str, torch.Tensor] = {}
             for measure in measures:
                 values.update(measure.columns(gradients))
@@ -227,9 +229,9 @@ class Stream:
         self._out_of_memory(chunk.rows, loader)
         return None
 
-    def _way(self, measures: Sequence[Measure], *, probing: bool = False) -> Callable[..., Any]:
-        """What is computed of a chunk: norms alone where no measure asks for more, and no factors are to be measured."""
-        return per_sample_gradients if probing or any(measure.needs_factors for measure in measures) else per_sample_square_norms
+    def _way(self, measures: Sequence[Measure]) -> Callable[..., Any]:
+        """What is computed of a chunk: norms alone where no measure asks for more."""
+        return per_sample_gradients if any(measure.needs_factors for measure in measures) else per_sample_square_norms
 
     # -- memory ------------------------------------------------------------------------------------------------------------------
 
