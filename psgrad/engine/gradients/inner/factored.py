@@ -90,14 +90,14 @@ def _add_pair(out: torch.Tensor, x: Term, y: Term, scales: Scales, symmetric: bo
     t, s = (min(_positions(term), longest) for term in (x, y))
     if not t or not s:
         return
-    side = max(1, math.isqrt(room // (t * s * _groups(x, y))))
+    groups = max((term.shape[0] for term in (x, y) if isinstance(term, Product)), default=1)
+    side = max(1, math.isqrt(room // (t * s * groups)))
     for rows in steps(n, halves(n, symmetric, side)):
-        for columns in steps(m, max(1, room // (t * s * _groups(x, y) * (rows.stop - rows.start)))):
-            if symmetric and columns.stop <= rows.start:
-                continue
+        right = slice(rows.start if symmetric else 0, m)  # of the diagonal
+        for columns in steps(m, max(1, room // (t * s * groups * (rows.stop - rows.start))), right):
             for a in _pieces(x.at(rows), t):
                 for b in _pieces(y.at(columns), s):
-                    out[rows, columns] += _scaled(meet(a, b), scales, rows, columns)
+                    out[rows, columns] += _scaled(tile_products(a, b), scales, rows, columns)
 
 
 def _scaled(part: torch.Tensor, scales: Scales, rows: slice, columns: slice) -> torch.Tensor:
@@ -113,10 +113,6 @@ def _positions(term: Term) -> int:
     return term.left.shape[2] if isinstance(term, Product) else term.factors[1].shape[1]
 
 
-def _groups(x: Term, y: Term) -> int:
-    return max((term.shape[0] for term in (x, y) if isinstance(term, Product)), default=1)
-
-
 def _pieces(term: Term, positions: int) -> Iterator[Term]:
     for piece in steps(_positions(term), positions):
         if isinstance(term, Product):
@@ -125,7 +121,7 @@ def _pieces(term: Term, positions: int) -> Iterator[Term]:
             yield Rows(term.index[:, piece], term.rows[:, piece], term.count)
 
 
-def meet(x: Term, y: Term) -> torch.Tensor:
+def tile_products(x: Term, y: Term) -> torch.Tensor:
     """[n, m]: the inner products of n samples of one term and m of another."""
     if isinstance(x, Product) and isinstance(y, Product):
         return _products(x, y)

@@ -1,0 +1,397 @@
+"""Inner products between samples: each way of computing them, at the limits of floating point, in bounded memory, and what it saves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from psgrad.engine.gradients import PerSampleGradients
+from psgrad.engine.gradients import terms as term_kinds
+from psgrad.engine.gradients.costs import Machine
+from psgrad.engine.gradients.deferral import DeferredGradient, Placed
+from psgrad.engine.gradients.inner import prices, products, tiles
+from psgrad.engine.gradients.inner.prices import GRAM, MATCHES, WRITTEN
+from psgrad.engine.gradients.inner.regions import regions
+from psgrad.engine.gradients.inner.written import LONGEST_SUM
+from psgrad.engine.gradients.layout import Layout
+from psgrad.engine.gradients.machines import built_in
+from psgrad.engine.gradients.terms import Convolution, Dense, Product, Rows, Term
+from psgrad.engine.transforms.rules.convolution import Geometry
+from tests.engine.gradients.test_terms import cancelling, largest_of
+
+few = st.integers(1, 4)
+Gradient = tuple[Term, ...]
+
+
+def gradient_of(gradient: Gradient, shape: tuple[int, ...], order: Sequence[int] = ()) -> DeferredGradient:
+    """The sum of some terms, each with the parameter's elements in its own shape; with `order` all of them with its axes permuted."""
+    placed = []
+    for term in gradient:
+        layout = Layout.identity(term.shape).reshape(shape)
+        assert layout is not None
+        turned = layout.permute(order) if order else layout
+        assert turned is not None
+        placed.append(Placed(term, turned))
+    first = gradient[0]
+    return DeferredGradient(tuple(placed), torch.Size([shape[i] for i in order] if order else shape), first.dtype, first.device)
+
+
+def gradients_of(gradient: Gradient, shape: tuple[int, ...], order: Sequence[int] = ()) -> PerSampleGradients:
+    return PerSampleGradients({"p": gradient_of(gradient, shape, order)}, torch.zeros(gradient[0].samples))
+
+
+def exact(gradient: Gradient) -> Tensor:
+    """[n, elements] float64"""
+    total = sum(term.at(slice(None), torch.float64).materialise().flatten(1) for term in gradient)
+    assert isinstance(total, Tensor)
+    return total
+
+
+def error(found: Tensor, one: Gradient, other: Gradient) -> float:
+    """The largest error, by the lengths of the two gradients."""
+    x, y = exact(one), exact(other)
+    scale = x.norm(dim=1)[:, None] * y.norm(dim=1)
+    assert found.shape == scale.shape
+    assert torch.isfinite(found).all()
+    return float(((found - x @ y.t()).abs() / scale.clamp(min=torch.finfo(torch.float64).tiny)).max()) if found.numel() else 0.0
+
+
+@contextmanager
+def in_way(way: str, block_bytes: int = 4 << 20, side_bytes: int = 64 << 20) -> Iterator[None]:
+    """Whatever a way costs, it is taken; and blocks may be small."""
+    with (
+        mock.patch.object(products, "cheapest_way", return_value=way),
+        mock.patch.dict(term_kinds.BLOCK_BYTES, {"cpu": block_bytes, "cuda": block_bytes}),
+        mock.patch.dict(tiles.SIDE_BYTES, {"cpu": side_bytes, "cuda": side_bytes}),
+    ):
+        yield
+
+
+# Every way gives the same numbers -----------------------------------------------------------------------------------------------------
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+@st.composite
+def product_pairs(draw: st.DrawFn) -> tuple[list[Gradient], tuple[int, ...]]:
+    g, a, b = draw(few), draw(few), draw(few)
+    sides = []
+    for _ in range(2):
+        n, t = draw(st.integers(1, 9)), draw(st.integers(0, 5))
+        sides.append((Product(randn(n, g, t, a), randn(n, g, t, b)),))
+    return sides, (g, a, b)
+
+
+@st.composite
+def table_pairs(draw: st.DrawFn) -> tuple[list[Gradient], tuple[int, ...]]:
+    count, b = draw(few), draw(few)
+    sides = []
+    for _ in range(2):
+        n, t = draw(st.integers(1, 9)), draw(st.integers(0, 6))
+        values = randn(n, t, b)
+        values[:, ::3] = 0  # as padding is
+        sides.append((Rows(torch.randint(count, (n, t)), values, count),))
+    return sides, (count, b)
+
+
+@st.composite
+def tied_pairs(draw: st.DrawFn) -> tuple[list[Gradient], tuple[int, ...]]:
+    """Tables and products over the same elements: every two kinds meet."""
+    count, b = draw(few), draw(few)
+    sides: list[Gradient] = []
+    for kinds in (draw(st.sampled_from(["r", "p", "rp", "pr"])), "rp"):
+        n, t = draw(st.integers(1, 9)), draw(st.integers(1, 5))
+        table, matrix = Rows(torch.randint(count, (n, t)), randn(n, t, b), count), Product(randn(n, 1, t, count), randn(n, 1, t, b))
+        sides.append(tuple({"r": table, "p": matrix}[kind] for kind in kinds))
+    return sides, (count, b)
+
+
+@pytest.mark.parametrize(
+    ("way", "block", "side"), [(GRAM, 1, 1), (GRAM, 2000, 500), (MATCHES, 300, 1), (WRITTEN, 1, 1), (WRITTEN, 400, 900)]
+)
+@given(drawn=st.one_of(product_pairs(), table_pairs(), tied_pairs()), permuted=st.booleans())
+def test_every_way_gives_the_products_of_the_written_out_values(
+    way: str, block: int, side: int, drawn: tuple[list[Gradient], tuple[int, ...]], permuted: bool
+) -> None:
+    (one, other), shape = drawn
+    order = tuple(reversed(range(len(shape)))) if permuted else ()
+    x, y = gradients_of(one, shape, order), gradients_of(other, shape, order)
+    with in_way(way, block, side):
+        assert error(x.inner(y), one, other) <= 1e-12
+        assert error(y.inner(x), other, one) <= 1e-12
+        gram = y.gram()
+    assert error(gram, other, other) <= 1e-12
+    assert torch.equal(gram, gram.t())
+
+
+@pytest.mark.parametrize("side", [1, 3000, 64 << 20])
+def test_pieces_of_a_large_parameter_add_up(side: int) -> None:
+    """Terms that are cut into rows: products, tables, values and convolutions, one group or several."""
+    geometry = Geometry((1,), (1,), (1,), False, (0,), 1)
+    turned = geometry._replace(transposed=True)
+    count, columns = 40, 300  # more elements than one product adds up
+    assert count * columns > LONGEST_SUM
+    index = torch.randint(count, (5, 4))
+    kinds: dict[str, Callable[[int], Term]] = {
+        "product": lambda n: Product(randn(n, 1, 3, count), randn(n, 1, 3, columns)),
+        "groups": lambda n: Product(randn(n, count, 2, 20), randn(n, count, 2, 15)),
+        "table": lambda n: Rows(index[:n], randn(n, 4, columns), count),
+        "dense": lambda n: Dense(randn(n, count, columns)),
+        "convolution": lambda n: Convolution(randn(n, 1, count, 4), randn(n, 1, 100, 4), torch.Size([count, 100, 3]), geometry),
+        "transposed": lambda n: Convolution(randn(n, 1, 100, 4), randn(n, 1, count, 4), torch.Size([count, 100, 3]), turned),
+    }
+    pairs = [(name, name) for name in kinds] + [("product", "table"), ("dense", "product"), ("groups", "dense"), ("convolution", "product")]
+    for left, right in pairs:
+        one, other = (kinds[left](5),), (kinds[right](4),)
+        x, y = gradients_of(one, (count, columns)), gradients_of(other, (count, columns))
+        with in_way(WRITTEN, side_bytes=side):
+            assert error(x.inner(y), one, other) <= 1e-12, (left, right)
+            assert error(x.gram(), one, one) <= 1e-12, (left, right)
+
+
+def test_windows_that_are_apart_do_not_meet() -> None:
+    """Rows 0, 1 of one gradient, and rows 2, 3 of the other; rows 1, 2 of a third have one in common with each."""
+
+    def rows_of_parameter(start: int) -> DeferredGradient:
+        inside = DeferredGradient.of(Product(randn(3, 1, 2, 2), randn(3, 1, 2, 5)), (2, 5))
+        layout = inside.terms[0].layout.embed(0, start, 1, 4)
+        return inside.with_terms([Placed(inside.terms[0].term, layout)], (4, 5))
+
+    top, bottom, middle = (PerSampleGradients({"p": rows_of_parameter(start)}, torch.zeros(3)) for start in (0, 2, 1))
+    assert regions(top.gradients["p"], bottom.gradients["p"]) == []
+    assert not top.inner(bottom).any()
+    values = [each.materialise()["p"].flatten(1) for each in (top, middle, bottom)]
+    torch.testing.assert_close(top.inner(middle), values[0] @ values[1].t(), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(middle.inner(bottom), values[1] @ values[2].t(), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(top.gram(), values[0] @ values[0].t(), rtol=1e-10, atol=1e-10)
+
+
+# The limits of floating point -----------------------------------------------------------------------------------------------------------
+
+
+def kinds(scale: float, n: int) -> dict[str, tuple[Gradient, tuple[int, ...]]]:
+    """Terms of every kind with numbers around `scale`, and the parameter's shape."""
+    g, x = scale * torch.randn(n, 2, 5, 4), torch.randn(n, 2, 5, 6)
+    geometry = Geometry((1,), (1,), (1,), False, (0,), 1)
+    index = torch.randint(4, (n, 5))
+    convolution = Convolution(g[:, :1].transpose(2, 3), x[:, :1, :, :5].transpose(2, 3), torch.Size([4, 5, 3]), geometry)
+    return {
+        "dense": ((Dense(g),), (2, 5, 4)),
+        "outer product": ((Product(g[:, :1, :1], x[:, :1, :1]),), (4, 6)),
+        "outer products": ((Product(g[:, :, :1], x[:, :, :1]),), (2, 4, 6)),
+        "product": ((Product(g, x),), (2, 4, 6)),
+        "table": ((Rows(index, g[:, 0], 4),), (4, 4)),
+        "convolution": ((convolution,), (4, 5, 3)),
+        "tied": ((Rows(index, g[:, 0], 6), Product(x[:, :1], g[:, :1])), (6, 4)),
+        "unlike": ((Dense(scale * torch.randn(n, 4, 6)), Product(g[:, :1], x[:, :1])), (4, 6)),
+    }
+
+
+WAYS = [GRAM, WRITTEN, MATCHES]
+
+
+def ways_of(gradient: Gradient) -> list[str]:
+    if not all(isinstance(term, Product | Rows) for term in gradient):
+        return [WRITTEN]
+    return WAYS if any(isinstance(term, Rows) for term in gradient) else WAYS[:2]
+
+
+@pytest.mark.parametrize("kind", kinds(1.0, 1))
+@pytest.mark.parametrize(("scale", "other_scale"), [(1e-38, 1.0), (1e-38, 1e-38), (1e-25, 1e-21), (1e-16, 1e25), (1e35, 1e35), (1.0, 1.0)])
+def test_products_beyond_the_range_of_float32(kind: str, scale: float, other_scale: float) -> None:
+    (one, shape), (other, _) = kinds(scale, 4)[kind], kinds(other_scale, 5)[kind]
+    for way in ways_of(one):
+        with in_way(way):
+            assert error(gradients_of(one, shape).inner(gradients_of(other, shape)), one, other) <= 1e-5, way
+            assert error(gradients_of(one, shape).gram(), one, one) <= 1e-5, way
+
+
+@pytest.mark.parametrize("way", [GRAM, WRITTEN])
+def test_samples_of_all_sizes_among_each_other(way: str) -> None:
+    """Zeros, and numbers from the smallest to the largest of float32, in one batch, at one position and at several."""
+    sizes = torch.tensor([0.0, 1e-40, 1e-30, 1e-20, 1e-10, 1.0, 1e10, 1e20, 1e30])
+    for positions in (1, 3):
+        left, right = torch.randn(9, 1, positions, 4) * sizes.reshape(-1, 1, 1, 1), torch.randn(9, 1, positions, 5)
+        one, other = (Product(left, right),), (Product(right, left.flip(0)),)
+        other = (Product(left.flip(0), right),)
+        with in_way(way):
+            found = gradients_of(one, (4, 5)).inner(gradients_of(other, (4, 5)))
+        assert error(found, one, other) <= 1e-5
+        assert not found[0].any()
+        assert not found[:, -1].any()
+
+
+@pytest.mark.parametrize("way", [GRAM, WRITTEN])
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_positions_of_unlike_sizes(way: str, size: float) -> None:
+    """What one factor lacks at a position the other has."""
+    left, right = torch.randn(4, 1, 2, 5), torch.randn(4, 1, 2, 6)
+    left[:, :, 0] *= size
+    right[:, :, 0] /= size
+    term = (Product(left, right),)
+    with in_way(way):
+        assert error(gradients_of(term, (5, 6)).gram(), term, term) <= 1e-5
+
+
+@pytest.mark.parametrize("way", [GRAM, WRITTEN])
+@pytest.mark.parametrize(("rest", "most"), [(0.3, 1e-5), (1e-2, 1e-5), (1e-4, 1e-3)])
+@pytest.mark.parametrize("positions", [2, 40])
+def test_positions_that_nearly_cancel(way: str, rest: float, most: float, positions: int) -> None:
+    """On one side, on the other and on both; the rounding of what is written out shows as it does in norms (test_terms.py)."""
+    one = (Product(*cancelling(positions, rest)),)
+    other = (Product(torch.randn(3, 1, positions, 30), torch.randn(3, 1, positions, 40)),)
+    shape = (30, 40)
+    with in_way(way):
+        for x, y in ((one, other), (other, one), (one, one)):
+            assert error(gradients_of(x, shape).inner(gradients_of(y, shape)), x, y) <= most
+        assert error(gradients_of(one, shape).gram(), one, one) <= most
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("rest", [0.3, 1e-2, 1e-3])
+def test_two_uses_of_a_tied_table_that_nearly_cancel(way: str, rest: float) -> None:
+    index, found = torch.tensor([[0, 2], [1, 1], [3, 0]]), torch.randn(3, 2, 6)
+    one_hot = torch.nn.functional.one_hot(index, 4).float()
+    back = Product(-(one_hot + rest * torch.randn(3, 2, 4)).unsqueeze(1), found.unsqueeze(1))
+    one, other = (Rows(index, found, 4), back), (Rows(index, torch.randn(3, 2, 6), 4),)
+    x, y = gradients_of(one, (4, 6)), gradients_of(other, (4, 6))
+    with in_way(way):
+        assert error(x.inner(y), one, other) <= 1e-5
+        assert error(y.inner(x), other, one) <= 1e-5
+        assert error(x.gram(), one, one) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", kinds(1.0, 1))
+def test_what_is_not_finite_stays_so_and_leaves_the_others_alone(kind: str) -> None:
+    torch.manual_seed(1)
+    gradient, shape = kinds(1.0, 5)[kind]
+    torch.manual_seed(1)
+    broken, _ = kinds(1.0, 5)[kind]
+    for term in broken:
+        factor = next(f for f in term.factors if f.is_floating_point())
+        ones = factor.dim() - 1
+        factor[1, *[0] * ones], factor[3, *[-1] * ones] = math.nan, math.inf
+    for way in ways_of(gradient):
+        with in_way(way):
+            found, sound = gradients_of(broken, shape).inner(gradients_of(gradient, shape)), gradients_of(gradient, shape).gram()
+            gram = gradients_of(broken, shape).gram()
+        whole = [0, 2, 4]
+        assert not torch.isfinite(found[[1, 3]]).any()
+        assert not torch.isfinite(gram[[1, 3]]).any()
+        assert not torch.isfinite(gram[:, [1, 3]]).any()
+        torch.testing.assert_close(found[whole], sound[whole], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(gram[whole][:, whole], sound[whole][:, whole], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", kinds(1.0, 1))
+def test_halves_are_multiplied_in_float32(kind: str) -> None:
+    gradient, shape = kinds(1.0, 6)[kind]
+    halves = tuple(term.at(slice(None), torch.bfloat16) for term in gradient)
+    for way in ways_of(halves):
+        with in_way(way):
+            assert error(gradients_of(halves, shape).gram(), halves, halves) <= 1e-5
+
+
+def test_long_sums_keep_their_digits() -> None:
+    """Numbers of one sign, of which a float32 product of matrices loses most: a million elements, and many positions."""
+    value = (Dense(torch.rand(2, 1_000_000)),)
+    assert error(gradients_of(value, (1_000_000,)).gram(), value, value) <= 1e-6
+    positions = (Product(torch.rand(2, 1, 3000, 2), torch.rand(2, 1, 3000, 3)),)
+    for way in (GRAM, WRITTEN):
+        with in_way(way):
+            assert error(gradients_of(positions, (2, 3)).gram(), positions, positions) <= 1e-6
+
+
+# Bounded memory, and less work ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda n: Product(torch.randn(n, 1, 1, 2000), torch.randn(n, 1, 1, 2000)), (2000, 2000)),
+        (lambda n: Product(torch.randn(n, 1, 20, 500), torch.randn(n, 1, 20, 2000)), (500, 2000)),
+        (lambda n: Product(torch.randn(n, 1, 100, 500), torch.randn(n, 1, 100, 600)), (500, 600)),
+        (lambda n: Rows(torch.randint(50_000, (n, 30)), torch.randn(n, 30, 20), 50_000), (50_000, 20)),
+    ],
+    ids=["vectors", "some positions", "many positions", "table"],
+)
+def test_no_gradient_is_written_out_for_all_samples(make: Callable[[int], Term], shape: tuple[int, ...]) -> None:
+    n, m = 60, 80
+    x, y = gradients_of((make(n),), shape), gradients_of((make(m),), shape)
+    kept = max(factor.numel() for factor in (*x.gradients["p"].terms[0].term.factors, *y.gradients["p"].terms[0].term.factors))
+    allowed = max(kept, (4 << 20) // 2, m * (LONGEST_SUM + shape[1]))
+    assert allowed < n * math.prod(shape) / 2
+    for query in (lambda: x.inner(y), x.gram):
+        assert largest_of(query) <= allowed
+
+
+def operations(query: Callable[[], object]) -> int:
+    with FlopCounterMode(display=False) as counter:
+        query()
+    return int(counter.get_total_flops())
+
+
+@pytest.mark.parametrize("positions", [1, 30])
+def test_a_gram_matrix_is_half_the_work(positions: int) -> None:
+    grads = gradients_of((Product(torch.randn(200, 1, positions, 30), torch.randn(200, 1, positions, 40)),), (30, 40))
+    for way in (GRAM, WRITTEN):
+        with in_way(way):
+            # written out: both sides' gradients once, too, against one side's
+            assert operations(grads.gram) <= 0.6 * operations(lambda: grads.inner(grads))
+
+
+def test_the_work_of_outer_products_is_that_of_their_factors() -> None:
+    n, m, a, b = 100, 120, 50, 300
+    x, y = (gradients_of((Product(torch.randn(k, 1, 1, a), torch.randn(k, 1, 1, b)),), (a, b)) for k in (n, m))
+    assert operations(lambda: x.inner(y)) == 2 * n * m * (a + b)
+
+
+# The choice -------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def machine() -> Machine:
+    return built_in(torch.device("cpu"))
+
+
+def way_of(one: Term, other: Term, machine: Machine) -> str:
+    (region,) = regions(DeferredGradient.of(one, one.shape), DeferredGradient.of(other, other.shape))
+    return prices.cheapest_way(region, torch.float32, machine)
+
+
+def product(n: int, t: int, a: int, b: int) -> Product:
+    """Of sizes alone: no number is looked at."""
+    return Product(torch.empty(1).expand(n, 1, t, a), torch.empty(1).expand(n, 1, t, b))
+
+
+def test_the_cheapest_way_is_taken(machine: Machine) -> None:
+    assert way_of(product(1000, 1, 48, 512), product(1000, 1, 48, 512), machine) == GRAM
+    assert way_of(product(1000, 64, 32, 144), product(1000, 64, 32, 144), machine) == WRITTEN
+    assert way_of(product(1000, 4, 1000, 1000), product(1000, 4, 1000, 1000), machine) == GRAM
+    # few tokens of many words: almost none of them meet; two words: nearly all do
+    sparse = [Rows(torch.randint(50_000, (200, 20)), torch.randn(200, 20, 64), 50_000) for _ in range(2)]
+    assert way_of(*sparse, machine) == MATCHES
+    crowded = [Rows(torch.randint(2, (200, 1)), torch.randn(200, 1, 64), 2) for _ in range(2)]
+    assert way_of(*crowded, machine) != MATCHES
+
+
+def test_prices_go_with_the_work(machine: Machine) -> None:
+    few_positions, many = product(500, 2, 64, 64), product(500, 32, 64, 64)
+    assert prices.gram_seconds(few_positions, few_positions, torch.float32, machine) < prices.gram_seconds(
+        many, many, torch.float32, machine
+    )
+    (region,) = regions(DeferredGradient.of(many, many.shape), DeferredGradient.of(many, many.shape))
+    written = prices.written_seconds(region, torch.float32, machine)
+    assert written < prices.gram_seconds(many, many, torch.float32, machine)
+    assert prices.written_seconds(region, torch.float64, machine) > written
