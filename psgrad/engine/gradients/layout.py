@@ -246,9 +246,9 @@ def split_run(start: int, step: int, length: int, sizes: Sequence[int]) -> list[
         elif step % inner == 0:  # one in each
             out.append((Run(start // inner, step // inner, size), length))
             start, step, length = start % inner, 1, 1
-        elif step == 1 and start % inner == 0 and length % inner == 0:  # whole ones
-            out.append((Run(start // inner, 1, size), length // inner))
-            start, length = 0, inner
+        elif inner % step == 0 and start % inner < step and length % (inner // step) == 0:  # as many in each
+            out.append((Run(start // inner, 1, size), length * step // inner))
+            start, length = start % inner, inner // step
         else:
             return None
     return out

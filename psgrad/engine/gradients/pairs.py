@@ -57,7 +57,8 @@ def _with_multiples(a: Placed, multiples: Multiples, b: Placed) -> torch.Tensor 
     own = labelled(multiples, a.layout)
     if own is None or isinstance(b.term, Dense):
         return None
-    found = times(b, own.coefficients, each=True)
+    wide = accumulating_dtype(own.dtype)
+    found = times(Placed(b.term.at(slice(None), wide), b.layout), own.coefficients.to(wide), each=True)
     if found is None:
         return None
     return found[0].term.dot(found[0].layout.invert(own.shared, found[0].term.shape)).double()

@@ -232,6 +232,40 @@ PROGRAMS: dict[str, Program] = {
     "channels of a kernel": of(lambda x, w: F.conv1d(x, w[:3, 1:]), (2, 6), w=(5, 3, 3), kinds={"w": "Convolution"}),
     "kernel times a mask": of(lambda x, w: F.conv1d(x, w * MASK[:4, None, :3]), (2, 6), w=(4, 2, 3), kinds={"w": "Hadamard"}),
     "kernel times a column": of(lambda x, w: F.conv1d(x, w * COLUMN[:, None, None]), (2, 6), w=(5, 2, 3), kinds={"w": "Convolution"}),
+    "kernel times a mask, grouped": of(
+        lambda x, w: F.conv1d(x, w * MASK[:4, None, :3], groups=2), (2, 6), w=(4, 1, 3), kinds={"w": "Hadamard"}
+    ),
+    "kernel times a column, grouped": of(
+        lambda x, w: F.conv1d(x, w * COLUMN[:4, None, None], groups=2), (2, 6), w=(4, 1, 3), kinds={"w": "Convolution"}
+    ),
+    "transposed kernel times a row": of(
+        lambda x, w: F.conv_transpose1d(x, w * COLUMN[:3, None]), (2, 6), w=(2, 3, 3), kinds={"w": "Convolution"}
+    ),
+    "transposed kernel, some channels": of(lambda x, w: F.conv_transpose1d(x, w[1:, :2]), (2, 6), w=(3, 3, 3), kinds={"w": "Convolution"}),
+    "kernel's low-rank adapter": of(
+        lambda x, w, a, b: F.conv2d(x, w + (b @ a).view(5, 2, 3, 3), padding=1),
+        (2, 4, 4),
+        w=(5, 2, 3, 3),
+        a=(2, 18),
+        b=(5, 2),
+        kinds={"w": "Convolution", "a": "Convolution", "b": "Product"},
+    ),
+    "kernel's mean taken off": of(
+        lambda x, w: F.conv1d(x, w - w.mean((1, 2), keepdim=True)), (2, 6), w=(4, 2, 3), kinds={"w": "Convolution + Multiples"}
+    ),
+    "kernel's norm": of(
+        lambda x, v, g: F.conv1d(x, g * v / v.norm(dim=(1, 2), keepdim=True)),
+        (2, 6),
+        v=(4, 2, 3),
+        g=(4, 1, 1),
+        kinds={"v": "Convolution + Multiples", "g": "Dense"},
+    ),
+    "kernel standardised": of(
+        lambda x, w: F.conv1d(x, (w - w.mean((1, 2), keepdim=True)) / w.std((1, 2), keepdim=True)),
+        (2, 6),
+        w=(4, 2, 3),
+        kinds={"w": "Convolution + Multiples + Multiples"},
+    ),
     "convolution's bias": of(lambda x, w, b: F.conv1d(x, w, b), (2, 6), w=(3, 2, 3), b=(3,), kinds={"w": "Convolution", "b": "Dense"}),
     # -- tables
     "rows by a shared index": of(lambda x, w: F.linear(x, w[torch.tensor([2, 0, 0, 5])]), w=(6, 4), kinds={"w": "Product"}),

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from psgrad.engine.gradients.layout import Layout
+from psgrad.engine.gradients.layout import Layout, Run, split_run
 
 shapes = st.lists(st.integers(1, 4), min_size=0, max_size=4)
 
@@ -88,3 +88,92 @@ def test_the_identity_is_known_as_such() -> None:
     back = swapped.permute((1, 0))
     assert back is not None
     assert back.is_identity
+
+
+# Windows ------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_window_is_no_identity() -> None:
+    part = Layout.identity((2, 3)).embed(0, 1, 1, 4)
+    assert not part.is_identity
+    assert part.bare.is_identity
+    assert part.shape == (4, 3)
+    assert Layout.identity((2, 3)).embed(1, 0, 1, 3) == Layout.identity((2, 3))
+
+
+@given(shape=st.lists(st.integers(1, 3), min_size=1, max_size=3), data=st.data())
+def test_a_chain_with_windows_does_what_torch_does(shape: list[int], data: st.DataObject) -> None:
+    layout, value = Layout.identity(shape), numbered(shape) + 1
+    plain = value
+    for _ in range(data.draw(st.integers(1, 5))):
+        kind = data.draw(st.sampled_from(["permute", "reshape", "embed"]))
+        if kind == "permute":
+            dims = data.draw(st.permutations(range(plain.dim())))
+            found, plain = layout.permute(dims), plain.permute(dims)
+        elif kind == "embed" and plain.numel() < 200:
+            dim = data.draw(st.integers(0, plain.dim() - 1))
+            step, start, more = data.draw(st.integers(1, 2)), data.draw(st.integers(0, 2)), data.draw(st.integers(0, 2))
+            stop = start + (plain.shape[dim] - 1) * step + 1
+            wider = [stop + more if d == dim else size for d, size in enumerate(plain.shape)]
+            found = layout.embed(dim, start, step, stop + more)
+            plain = torch.zeros(wider, dtype=plain.dtype).slice_scatter(plain, dim, start, stop, step)
+        else:
+            wanted = data.draw(other_shapes(plain.numel()))
+            found = layout.reshape(wanted)
+            plain = plain if found is None else plain.reshape(wanted)
+        if found is None:
+            continue
+        layout = found
+        assert layout.shape == tuple(plain.shape)
+        assert torch.equal(layout.apply(value), plain)
+        assert torch.equal(layout.invert(plain, shape), value)
+        assert torch.equal(plain[layout.slices], layout.bare.apply(value))
+        assert torch.equal(layout.without_ones.apply(value), plain)
+
+
+@given(data=st.data())
+def test_a_window_over_whole_axes_is_one_after_a_reshape(data: st.DataObject) -> None:
+    """Rows of a matrix stay a run of rows where the rows are put together, taken apart in equal parts, or their axis made one."""
+    rows, columns, start, more = (data.draw(st.integers(low, 3)) for low in (1, 1, 0, 0))
+    part = Layout.identity((rows, columns)).embed(0, start, 1, start + rows + more)
+    whole = (start + rows + more) * columns
+    for wanted in ([whole], [start + rows + more, 1, columns], [1, whole]):
+        assert part.reshape(wanted) is not None
+
+
+@given(start=st.integers(0, 4), step=st.integers(1, 3), length=st.integers(1, 4), data=st.data())
+def test_the_places_of_a_run_in_another(start: int, step: int, length: int, data: st.DataObject) -> None:
+    run = Run(start, step, start + (length - 1) * step + 1 + data.draw(st.integers(0, 2)))
+    first, other = data.draw(st.integers(0, 5)), data.draw(st.integers(1, 3))
+    count = data.draw(st.integers(0, 4))
+    found = run.narrow(length, first, other, count)
+    own, wanted = [start + k * step for k in range(length)], [first + k * other for k in range(count)]
+    if found is None:
+        assert step > 1
+        assert other > 1
+        return
+    at, inside = found
+    kept = own[at]
+    assert kept == [place for place in own if place in wanted]
+    assert [wanted[inside.start + k * inside.step] for k in range(len(kept))] == kept
+    assert inside.size == count
+
+
+@given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3), data=st.data())
+def test_a_run_along_axes_put_together_is_runs_along_each_or_none(sizes: list[int], data: st.DataObject) -> None:
+    whole = math.prod(sizes)
+    start, step = data.draw(st.integers(0, whole - 1)), data.draw(st.integers(1, 4))
+    length = data.draw(st.integers(1, (whole - 1 - start) // step + 1))
+    found = split_run(start, step, length, sizes)
+    marked = torch.zeros(whole)
+    marked[start : start + (length - 1) * step + 1 : step] = 1
+    marked = marked.reshape(sizes)
+    places = marked.nonzero()
+    is_box = math.prod(len(places[:, d].unique()) for d in range(len(sizes))) == len(places)
+    if found is None:
+        assert not is_box
+        return
+    box = torch.zeros(sizes)
+    box[tuple(slice(run.start, run.end(count), run.step) for run, count in found)] = 1
+    assert torch.equal(box, marked)
+    assert [run.size for run, _ in found] == sizes

@@ -13,13 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from psgrad.engine.gradients import per_sample_gradients
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed
 from psgrad.engine.gradients.layout import Layout
 from psgrad.engine.gradients.queries import PerSampleGradients
-from psgrad.engine.gradients.terms import Convolution, Dense, Product, Rows, Term, blocks, sum_of_products
+from psgrad.engine.gradients.replay import Replay as Replay  # which makes terms pytrees
+from psgrad.engine.gradients.terms import Convolution, Dense, Hadamard, Multiples, Product, Rows, Term, blocks, sum_of_products
 from psgrad.engine.transforms.rules.windows import Geometry
 from tests.engine.gradients.agreement import check_layer
 
@@ -68,11 +69,44 @@ def convolution(draw: st.DrawFn) -> tuple[Term, Tensor]:
     return Convolution(cotangents, inputs, weight_shape, geometry), values
 
 
+@st.composite
+def multiples(draw: st.DrawFn) -> tuple[Term, Tensor]:
+    n, shape = draw(samples), draw(st.lists(few, max_size=3))
+    kept = [size if draw(st.booleans()) else 1 for size in shape]
+    coefficients, shared = torch.randn(n, *kept, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
+    return Multiples(coefficients, shared), coefficients * shared
+
+
+@st.composite
+def hadamard(draw: st.DrawFn) -> tuple[Term, Tensor]:
+    term, value = draw(st.one_of(product(), convolution()))
+    if isinstance(term, Product) and draw(st.booleans()):
+        term = Product(term.left[:, :, :1], term.right[:, :, :1])
+        value = term.materialise()
+    shared = torch.randn(term.shape, dtype=torch.float64)
+    return Hadamard(term, shared), value * shared
+
+
 def assert_close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
-@given(pair=st.one_of(dense(), product(), rows(), convolution()), data=st.data())
+EVERY_KIND = st.one_of(dense(), product(), rows(), convolution(), multiples(), hadamard())
+
+
+@given(pair=EVERY_KIND, data=st.data())
+def test_samples_among_others(pair: tuple[Term, Tensor], data: st.DataObject) -> None:
+    term, value = pair
+    places = torch.tensor(data.draw(st.permutations(range(len(value) + 2)))[: len(value)], dtype=torch.int64)
+    spread = term.among(places, len(value) + 2)
+    assert_close(spread.materialise(), torch.zeros(len(value) + 2, *value.shape[1:], dtype=value.dtype).index_copy(0, places, value))
+    assert_close(term.plus([term]).materialise(), 2 * value)
+    leaves, structure = tree_flatten(Placed.plain(term))  # as a recorded program's results are
+    assert all(isinstance(leaf, Tensor) for leaf in leaves)
+    assert_close(tree_unflatten(leaves, structure).term.materialise(), value)
+
+
+@given(pair=EVERY_KIND, data=st.data())
 def test_every_query_is_that_of_the_written_out_value(pair: tuple[Term, Tensor], data: st.DataObject) -> None:
     term, value = pair
     n, flat = len(value), value.reshape(len(value), math.prod(value.shape[1:]))
@@ -190,12 +224,16 @@ def kinds(scale: float) -> dict[str, tuple[Term, ...]]:
         "rows": (Rows(index, g[:, 0], 4),),
         "row": (Rows(index[:, :1], g[:, 0, :1], 4),),
         "convolution": (Convolution(g[:, :1].transpose(2, 3), x[:, :1, :, :5].transpose(2, 3), torch.Size([4, 5, 3]), geometry),),
+        "multiples": (Multiples(g[:, :1, :1], torch.randn(2, 5, 4)),),
+        "behind a mask": (Hadamard(Product(g[:, :, :1], x[:, :, :1]), torch.randn(2, 4, 6)),),
+        "behind a mask, positions": (Hadamard(Product(g, x), torch.randn(2, 4, 6)),),
+        "weight norm": (Multiples(g[:, 0, 0].unsqueeze(2), torch.randn(4, 6)), Product(g[:, :1], x[:, :1])),
         "tied": (Rows(index, g[:, 0], 6), Product(x[:, :1], g[:, :1])),
         "unlike": (Dense(scale * torch.randn(3, 4, 6)), Product(g[:, :1], x[:, :1])),
     }
 
 
-SHAPES = {"tied": (6, 4), "unlike": (4, 6)}
+SHAPES = {"tied": (6, 4), "unlike": (4, 6), "weight norm": (4, 6)}
 
 
 @pytest.mark.parametrize("kind", kinds(1.0))
