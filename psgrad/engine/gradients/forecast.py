@@ -201,7 +201,7 @@ def _why_not_replayed(stream: Stream, chunks: int, obstacle: str | None) -> str 
     if obstacle is not None:
         return obstacle
     pays_from = next(iter(stream.replays.values())).pays_from
-    return f"{chunks:,} whole chunks, and a record pays from {pays_from:,}" if chunks < pays_from else None
+    return f"{chunks:,} whole {'chunk' if chunks == 1 else 'chunks'}, and a record pays from {pays_from:,}" if chunks < pays_from else None
 
 
 def _parameters(stream: Stream, inputs: Any, target: Any, *, traceable: bool) -> tuple[ParameterPlan, ...]:

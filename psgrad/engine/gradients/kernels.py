@@ -155,34 +155,42 @@ def _convolution(name: str, args: Any, made: list[torch.Tensor]) -> tuple[Kind, 
     each = 2.0 * narrow.shape[0] * math.prod(narrow.shape[2:]) * weight.numel()
     # The way back through a stride is a convolution at every place of the input.
     operations = each if forward else each * (wanted[0] + wanted[1]) * math.prod(args[4])
-    passes = [_workspace(x, weight, g, groups, "forward")] if forward else []
-    if not forward and wanted[0]:
-        passes.append(_workspace(g, weight, x, groups, "input"))
-    if not forward and wanted[1]:
-        passes.append(_workspace(g, x, weight, groups, "weight"))
-    return "grouped convolution" if groups > 1 else "convolution", operations, max(passes, default=0)
+    # Operands that do not lie in order are copied: a weight of which only the shape counts is one element, expanded.
+    copies = sum(_whole(each) for each in (g, x, weight) if not (forward and each is g) and not each.is_contiguous())
+    if x.device.type != "cpu":
+        passes = [_bytes(g) + _bytes(x)]  # a GPU's libraries choose for themselves; as much as the operands is a common amount
+    elif not _takes_onednn(x, weight, groups):
+        image, other = (g, x) if transposed else (x, g)
+        passes = [image.shape[0] * math.prod(weight.shape[1:]) * groups * math.prod(other.shape[2:]) * x.element_size()]
+    else:
+        passes = [_blocked_workspace(x, weight, g, "out")] if forward else []
+        passes += [_blocked_workspace(g, weight, x, "input")] if not forward and wanted[0] else []
+        passes += [_blocked_workspace(g, x, weight, "weight")] if not forward and wanted[1] else []
+    return "grouped convolution" if groups > 1 else "convolution", operations, copies + max(passes, default=0)
+
+
+def _takes_onednn(x: torch.Tensor, weight: torch.Tensor, groups: int) -> bool:
+    """Whether PyTorch leaves a convolution on a CPU to oneDNN (use_mkldnn in its Convolution.cpp); else patches are written out."""
+    if x.dtype == torch.float64 or not torch.backends.mkldnn.is_available():
+        return False
+    return groups > 1 or x.shape[0] > 1 or x.numel() > 20480 or min(weight.shape[2:]) > 3
 
 
 _LANES = 16  # channels in a block of oneDNN's layout
 
 
-def _workspace(first: torch.Tensor, second: torch.Tensor, out: torch.Tensor, groups: int, which: str) -> int:
-    """Bytes that a convolution takes beyond its result.
+def _blocked_workspace(first: torch.Tensor, second: torch.Tensor, out: torch.Tensor, which: str) -> int:
+    """Bytes that oneDNN takes beyond its result: it lays operands out in blocks of 16 channels, and the result back.
 
-    On a CPU oneDNN lays its operands out in blocks of 16 channels and its result back; measured with PyTorch's allocator. What it does
-    not take (float64) is written out as patches. A GPU's libraries choose for themselves; as much as the operands is a common amount.
+    As PyTorch's allocator counts them.
     """
-    if out.device.type != "cpu":
-        return _bytes(first) + _bytes(second)
-    if out.dtype == torch.float64 or not torch.backends.mkldnn.is_available():
-        image = first if which == "forward" else out if which == "input" else second
-        weight, other = (out, first) if which == "weight" else (second, out if which == "forward" else first)
-        return image.shape[0] * math.prod(weight.shape[1:]) * groups * math.prod(other.shape[2:]) * out.element_size()
-    if which == "weight":
-        return max(_blocked(first) + _blocked(second) + _blocked(out, 0), _blocked(out, 0) + _bytes(out)) - _bytes(out)
-    weights = _blocked(second, 0)
-    result = _blocked(out, always=which == "input")
-    return max(_blocked(first) + weights + result, result + _bytes(out)) - _bytes(out)
+    result = _blocked(out, 0 if which == "weight" else 1, always=which == "input")
+    second_bytes = _blocked(second, 1 if which == "weight" else 0)
+    return max(_blocked(first) + second_bytes + result, result + _whole(out)) - _whole(out)
+
+
+def _whole(x: torch.Tensor) -> int:
+    return x.numel() * x.element_size()
 
 
 def _blocked(x: torch.Tensor, axis: int = 1, *, always: bool = False) -> int:
@@ -190,4 +198,4 @@ def _blocked(x: torch.Tensor, axis: int = 1, *, always: bool = False) -> int:
     channels = x.shape[axis]
     if axis == 1 and channels <= 3 and not always:
         return 0
-    return _bytes(x) // max(channels, 1) * (-(-channels // _LANES) * _LANES)
+    return _whole(x) // max(channels, 1) * (-(-channels // _LANES) * _LANES)
