@@ -82,7 +82,7 @@ def matrix(projection: Projection, name: str, shape: tuple[int, ...]) -> Tensor:
     assert isinstance(projection, TwoSided)
     scale = math.sqrt(projection.left * projection.right)
     if len(shape) < 2:
-        return dense(projection.matrices, names, projection.left * projection.right, places) / scale
+        return sparse(names, projection.left * projection.right, 1, places)
     left = dense(projection.matrices, (*names, "left"), projection.left, shape[0])
     right = dense(projection.matrices, (*names, "right"), projection.right, places // max(shape[0], 1))
     return torch.kron(left, right) / scale

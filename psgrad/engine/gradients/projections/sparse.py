@@ -63,17 +63,7 @@ class Sparse(Projection):
         return self.nonzeros**-0.5
 
     def add(self, sums: Sums, name: str, gradient: DeferredGradient) -> None:
-        orders = Orders(key_of(self.seed, self.kind, name), self.k // self.nonzeros, self.nonzeros)
-        memory = Workspace(sums.device)
-        for placed in gradient.terms:
-            for start in range(0, placed.term.samples, _SAMPLES):
-                samples = slice(start, min(start + _SAMPLES, placed.term.samples))
-                if isinstance(placed.term, Rows) and placed.layout.is_identity:
-                    _add_looked_up(sums, orders, placed.term.at(samples, sums.dtype), samples)
-                    continue
-                room = max(room_of(sums.device, sums.dtype), _SEGMENTS * orders.size * (samples.stop - start))
-                for part in slices(placed, sums.dtype, room, room, samples):
-                    _add(sums, orders, part, memory)
+        add_sparse(sums, Orders(key_of(self.seed, self.kind, name), self.k // self.nonzeros, self.nonzeros), gradient)
 
 
 @dataclass(frozen=True)
@@ -127,7 +117,21 @@ def _units(size: int, inverse: bool, device: torch.device) -> torch.Tensor:
     return torch.tensor([pow(unit, -1, size) for unit in units] if inverse else units, device=device)
 
 
-def _add(sums: Sums, orders: Orders, part: Slice, memory: Workspace) -> None:
+def add_sparse(sums: Sums, orders: Orders, gradient: DeferredGradient, factor: float = 1.0) -> None:
+    """Add the gradients, times a number, to the columns that the orders say."""
+    memory = Workspace(sums.device)
+    for placed in gradient.terms:
+        for start in range(0, placed.term.samples, _SAMPLES):
+            samples = slice(start, min(start + _SAMPLES, placed.term.samples))
+            if isinstance(placed.term, Rows) and placed.layout.is_identity:
+                _add_looked_up(sums, orders, placed.term.at(samples, sums.dtype), samples, factor)
+                continue
+            room = max(room_of(sums.device, sums.dtype), _SEGMENTS * orders.size * (samples.stop - start))
+            for part in slices(placed, sums.dtype, room, room, samples):
+                _add(sums, orders, part, factor, memory)
+
+
+def _add(sums: Sums, orders: Orders, part: Slice, factor: float, memory: Workspace) -> None:
     if not part.values.numel():
         return
     if isinstance(part.places, torch.Tensor):
@@ -135,7 +139,7 @@ def _add(sums: Sums, orders: Orders, part: Slice, memory: Workspace) -> None:
         contribution = torch.zeros(len(part.values), sums.columns, dtype=sums.dtype, device=sums.device)
         for block in range(orders.count):
             contribution.index_add_(1, columns[:, block], part.values * drawn[:, block])
-        sums.add(part.samples, contribution)
+        sums.add(part.samples, contribution * factor)
         return
     segments = range(part.places.start // orders.size, -(-part.places.stop // orders.size))
     values, length = part.values.t(), len(segments) * orders.size
@@ -147,13 +151,13 @@ def _add(sums: Sums, orders: Orders, part: Slice, memory: Workspace) -> None:
         values[offset + len(part.places) :].zero_()
     places, drawn = orders.gathered(segments, sums.device)
     found = F.embedding_bag(places, values, mode="sum", per_sample_weights=drawn.to(sums.dtype))
-    sums.add(part.samples, found.t())
+    sums.add(part.samples, found.t() if factor == 1 else found.t() * factor)
 
 
-def _add_looked_up(sums: Sums, orders: Orders, term: Rows, samples: slice) -> None:
+def _add_looked_up(sums: Sums, orders: Orders, term: Rows, samples: slice, factor: float) -> None:
     """Rows of a table go to their columns one by one: a sample has few of them."""
     columns = term.rows.shape[2]
     places = term.index.unsqueeze(-1) * columns + torch.arange(columns, device=term.device)  # [n, t, columns]
     found, drawn = orders.scattered(places.flatten(1))
-    values = (term.rows.flatten(1).unsqueeze(-1) * drawn).flatten(1)
+    values = (term.rows.flatten(1).unsqueeze(-1) * drawn).flatten(1) * factor
     sums.part()[samples].scatter_add_(1, found.flatten(1), values)

@@ -11,10 +11,11 @@ import torch
 
 from psgrad.engine.gradients.placed import DeferredGradient, Placed
 from psgrad.engine.gradients.projections.base import Per, Projection, Sums, room_of
-from psgrad.engine.gradients.projections.dense import WIDEST, add_dense
+from psgrad.engine.gradients.projections.dense import WIDEST
 from psgrad.engine.gradients.projections.entries import Entries, Kind, key_of
 from psgrad.engine.gradients.projections.places import Places
 from psgrad.engine.gradients.projections.slices import slices
+from psgrad.engine.gradients.projections.sparse import Orders, add_sparse
 from psgrad.engine.gradients.terms import Convolution, Product, Rows, blocks
 from psgrad.errors import TransformArgumentError
 
@@ -27,7 +28,8 @@ class TwoSided(Projection):
 
     A weight's gradient sum_t l_t r_t^T becomes vec(sum_t (A l_t) (B r_t)^T), left * right numbers, at the price of two
     small products; for a convolution A acts on the channels of the cotangents, and B is a convolution with random kernels; for a table that
-    is looked up, columns of A are looked up in its place. A parameter of fewer than two axes has a dense projection into as many columns.
+    is looked up, columns of A are looked up in its place. A parameter of fewer than two axes has no sides: it is projected as by `Sparse`,
+    one column an entry, which loses nothing where there are as many columns as entries.
 
     By default each parameter has columns of its own, as LogIX projects linear layers (Choe et al., "What is your data worth to GPT?", 2024,
     section 3.2). <Px, Py> is unbiased for <x, y>, with more variance than a dense projection of as many columns: for weight gradients of
@@ -60,7 +62,7 @@ class TwoSided(Projection):
 
     def add(self, sums: Sums, name: str, gradient: DeferredGradient) -> None:
         if len(gradient.shape) < 2:
-            add_dense(sums, self.matrices, key_of(self.seed, self.kind, name), gradient, self.width)
+            add_sparse(sums, Orders(key_of(self.seed, self.kind, name), self.width, 1), gradient, 1 / self.scale)
             return
         sides = _Sides(self, name, math.prod(gradient.shape[1:]), sums.device)
         for placed in gradient.terms:
