@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from psgrad.engine.gradients.costs import Cost, norm_ways
-from psgrad.engine.gradients.huge_pages import room
 from psgrad.engine.gradients.machines import machine
 from psgrad.engine.gradients.terms.base import (
     Term,
@@ -22,6 +21,7 @@ from psgrad.engine.gradients.terms.base import (
     sums_of_grams,
     zero_where_lost,
 )
+from psgrad.engine.gradients.terms.grouped import times_shared
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Product(Term):
     def square_norms(self) -> torch.Tensor:
         left, right = accumulating(self.left), accumulating(self.right)
         n, groups, positions = left.shape[:3]
-        if positions == 1:
+        if positions <= 1:
             if groups == 1:
                 squares = square_norm(left), square_norm(right)
                 return zero_where_lost(squares[0] * squares[1], *squares)
@@ -67,10 +67,9 @@ class Product(Term):
         return out
 
     def materialise(self) -> torch.Tensor:
-        out = room((self.samples, *self.shape), self.factors)
-        # a product of matrices with one term a sum is a third slower than what it is: one pass of writing
-        multiply = torch.mul if self.left.shape[2] == 1 else torch.matmul
-        return multiply(self.left.transpose(2, 3), self.right, out=out)
+        if self.left.shape[2] == 1:  # a product of matrices with one term a sum is a third slower than what it is: one pass of writing
+            return self.left.transpose(2, 3) * self.right
+        return torch.matmul(self.left.transpose(2, 3), self.right)
 
     def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
         left, right = accumulating(self.left), accumulating(self.right)
@@ -85,7 +84,7 @@ class Product(Term):
 
     def dot(self, vector: torch.Tensor) -> torch.Tensor:
         left, right = accumulating(self.left), accumulating(self.right)
-        return sum_of_products(torch.matmul(left, vector.to(left.dtype)), right)
+        return sum_of_products(times_shared(left, vector.to(left.dtype)), right)
 
     def scaled(self, factor: float) -> Product:
         return Product(self.left * factor, self.right)
