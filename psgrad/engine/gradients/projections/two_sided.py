@@ -169,7 +169,7 @@ def _convolution(placed: Placed, sides: _Sides, dtype: torch.dtype) -> Factors |
     first, second, swapped = found
     groups, axes = term.geometry.groups, len(term.weight_shape) - 2
     kernels = second.t().reshape(-1, *term.weight_shape[1:]).repeat(groups, *(1,) * (axes + 1))  # [groups * k', i, *kernel]
-    geometry = term.geometry._replace(transposed=False, output_padding=[0] * axes)
+    geometry = term.geometry._replace(transposed=False, output_padding=(0,) * axes)
 
     def factors() -> Factors:
         each = (term.cotangents[:1].numel() + term.inputs[:1].numel()) * dtype.itemsize
