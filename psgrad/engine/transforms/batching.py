@@ -14,7 +14,7 @@ import torch
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.adoption import AdoptingLevel
 from psgrad.engine.transforms.fresh import FreshTracer, is_fresh, process_fresh
-from psgrad.engine.transforms.interpreter import Tracer, interpret, map_tracers, rewritten, state, strides_of, tensors_in
+from psgrad.engine.transforms.interpreter import Tracer, interpret, map_tracers, rewritten, state, strides_of
 from psgrad.engine.transforms.operators import (
     Op,
     aten,
@@ -55,6 +55,8 @@ class Deferral(Protocol):
 
 class BatchTracer(Tracer):
     """A value with a sample axis. `value` is the physical tensor, or a Deferred one that becomes a tensor when it is needed."""
+
+    __slots__ = ()
 
     level: BatchLevel
     carries_samples = True
@@ -121,7 +123,7 @@ class BatchLevel(AdoptingLevel):
         return value.content() if is_fresh(value, self) else value
 
     def process(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.has_fresh and any(is_fresh(x, self) for x in tensors_in(args, kwargs)):
+        if self.has_fresh and self._meets_fresh((*args, *kwargs.values()) if kwargs else args):
             return process_fresh(self, op, args, kwargs)
         if self.deferral is not None and (self.has_deferred or state.cotangent_is_shared):
             result = self._defer(self.deferral, op, args, kwargs)
@@ -137,6 +139,16 @@ class BatchLevel(AdoptingLevel):
             return decompose(op, args, kwargs)
         result = rule(self.batch, op, *args, **kwargs)
         return traced(result, self) if type(result) is torch.Tensor else self._wrap(result)
+
+    def _meets_fresh(self, args: Any) -> bool:
+        for a in args:
+            kind = type(a)
+            if kind is FreshTracer:
+                if a.level is self:
+                    return True
+            elif (kind is list or kind is tuple) and a and type(a[0]) is not int and self._meets_fresh(a):
+                return True
+        return False
 
     def _wrap(self, result: Any) -> Any:
         if type(result) is tuple:

@@ -36,6 +36,8 @@ births = itertools.count()
 class DerivativeTracer(Tracer):
     """A value with (or, as a constant, without) a derivative at a level. Subclasses say what the derivative is."""
 
+    __slots__ = ("born",)
+
     level: DerivativeLevel
     value: torch.Tensor
     # A view: the tracer it was taken from, the operator, its arguments behind the first, and which of its results this is.

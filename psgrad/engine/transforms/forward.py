@@ -24,6 +24,8 @@ from psgrad.engine.transforms.rules.registry import DerivativeRule, JointVJP
 class ForwardTracer(DerivativeTracer):
     """A value and its tangent, of the same shape and dtype; None stands for a zero tangent."""
 
+    __slots__ = ("tangent",)
+
     level: ForwardLevel
     tangent: torch.Tensor | None
 

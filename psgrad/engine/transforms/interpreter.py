@@ -65,6 +65,8 @@ state = _State()
 class Tracer(torch.Tensor):
     """A value at one level. Its shape, strides, dtype and device are those that the user's function sees."""
 
+    __slots__ = ("level", "value")  # what every tracer has is stored and found faster so
+
     level: Level
     value: Any
     carries_samples: ClassVar[bool] = False  # whether the value has a sample axis that the tracer hides

@@ -19,6 +19,8 @@ from psgrad.engine.transforms.rules.registry import DerivativeRule, JointVJP
 class GradTracer(DerivativeTracer):
     """A value that is recorded (`node` set) or constant (`node` None) at a reverse-mode level."""
 
+    __slots__ = ("node", "output")
+
     level: GradLevel
     node: Node | None
     output: int

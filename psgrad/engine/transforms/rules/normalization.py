@@ -161,13 +161,15 @@ def _group_norm_backward_batch(
     images = batch.size * b
     values = [batch.physical(t).reshape(1, images * c, hw) for t in (g, x)]
     statistics = [batch.physical(t).reshape(1, images * groups) for t in (mean, rstd)]
-    each = None if weight is None else batch.physical(weight).unsqueeze(1).expand(-1, b, -1).reshape(-1)
+    each = None
+    if weight is not None:
+        each = batch.physical(weight).unsqueeze(1).expand(-1, b, -1).reshape(-1) if batch.is_mapped(weight) else weight.repeat(images)
     dx, dweight, dbias = op(*values, *statistics, each, 1, images * c, hw, images * groups, mask)
-    return (
-        dx.reshape(batch.physical(x).shape) if mask[0] else None,
-        dweight.reshape(batch.size, b, c).sum(1) if mask[1] else None,
-        dbias.reshape(batch.size, b, c).sum(1) if mask[2] else None,
-    )
+    of_parameters = [
+        (found.reshape(images, c) if b == 1 else found.reshape(batch.size, b, c).sum(1)) if wanted else None
+        for found, wanted in ((dweight, mask[1]), (dbias, mask[2]))
+    ]
+    return (dx.reshape(batch.physical(x).shape) if mask[0] else None, *of_parameters)
 
 
 define(aten.native_group_norm_backward.default, batch=_group_norm_backward_batch)
