@@ -154,6 +154,54 @@ def test_a_checkpoint_in_bfloat16_is_loaded_as_float32(quick: Workplace) -> None
     np.testing.assert_allclose(quick.samples()["grad_norm"], norms_by_loop(quick.model, F.cross_entropy, inputs, target), rtol=1e-5)
 
 
+def test_parameters_whose_gradients_are_written_out_are_named(quick: Workplace) -> None:
+    outcome = quick.succeeded()
+    assert quick.manifest()["engine"]["materialised"] == []
+    assert "written out" not in outcome.err
+    quick.use_model(
+        textwrap.dedent("""
+            class Model(nn.Module):
+                def __init__(self):
+                    super().__init__()
+                    self.first, self.weight = nn.Linear(4, 5), nn.Parameter(torch.randn(3, 5))
+
+                def forward(self, x):
+                    return F.linear(self.first(x), self.weight.cumsum(0))
+        """)
+    )
+    outcome = quick.succeeded("--overwrite")
+    assert quick.manifest()["engine"]["materialised"] == ["weight"]
+    assert outcome.err.count("written out sample by sample, which takes more time and memory: the gradients of weight") == 1
+
+
+def test_memory_given_bounds_an_automatic_chunk(quick: Workplace) -> None:
+    quick.succeeded("--set", "engine.memory=1MiB")
+    assert 1 <= quick.manifest()["engine"]["chunk_size"] <= ROWS
+    assert quick.manifest()["config"]["engine"]["memory"] == 1 << 20
+    quick.refused(2, "memory says how large", options=("--overwrite", "--set", "engine.memory=1MiB", "--set", "engine.chunk_size=4"))
+
+
+def test_retries_are_said_and_counted(quick: Workplace) -> None:
+    quick.use_loss(
+        textwrap.dedent("""
+            calls = []
+
+
+            def loss(output, target):
+                calls.append(1)
+                if len(calls) in (2, 3):
+                    raise torch.OutOfMemoryError("CUDA out of memory")
+                return torch.nn.functional.cross_entropy(output, target)
+        """)
+    )
+    outcome = quick.succeeded("--set", "engine.verify=0", "--set", "engine.chunk_size=8")
+    assert "out of memory on rows 8 to 15; trying them in halves" in outcome.err
+    assert "out of memory on rows 8 to 11; trying them in halves" in outcome.err
+    engine = quick.manifest()["engine"]
+    assert (engine["chunk_size"], engine["out_of_memory_retries"]) == (8, 2)
+    assert quick.samples()["index"].tolist() == list(range(ROWS))
+
+
 def test_without_a_check_the_manifest_says_so(quick: Workplace) -> None:
     quick.succeeded("--set", "engine.verify=0")
     assert quick.manifest()["self_check"]["samples"] == 0

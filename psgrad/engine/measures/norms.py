@@ -13,7 +13,8 @@ class GradientNorms:
     """Columns `loss` and `grad_norm`, the L2 norm of the gradient of a sample's loss in all parameters, in units of loss per
     unit of parameter.
 
-    Besides, it keeps the distribution of the norm in each parameter, over all samples with finite numbers, in bounded memory.
+    Besides, it keeps the distribution of the norm in each parameter, over all samples with finite numbers, in bounded memory, how the
+    norms were computed, and which parameters' gradients had to be written out for it.
     """
 
     needs_factors = False
@@ -21,14 +22,18 @@ class GradientNorms:
     def __init__(self) -> None:
         self.parameters: dict[str, NormDistribution] = {}
         self.computed_as: dict[str, str] = {}
+        self.unfactored: list[str] = []
         self._chunk: dict[str, torch.Tensor] = {}
 
     def columns(self, gradients: PerSampleGradients | SquareNorms) -> dict[str, torch.Tensor]:
         squares = gradients.square_norms(per="parameter")
-        total = torch.stack(list(squares.values())).sum(0)
+        stacked = torch.stack(list(squares.values()))  # [parameters, n]
+        total = stacked.sum(0)
         finite = torch.isfinite(total) & torch.isfinite(gradients.losses)
-        self._chunk = {name: square[finite].sqrt().cpu() for name, square in squares.items()}
+        norms = torch.cat([stacked.sqrt(), finite.to(stacked.dtype).unsqueeze(0)]).cpu()  # a GPU is waited for once
+        self._chunk = dict(zip(squares, norms[:-1, norms[-1] == 1], strict=True))
         self.computed_as = gradients.describe()
+        self.unfactored = list(dict.fromkeys([*self.unfactored, *gradients.unfactored]))
         return {"loss": gradients.losses.double(), "grad_norm": total.sqrt()}
 
     def keep(self) -> None:
