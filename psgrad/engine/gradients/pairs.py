@@ -31,6 +31,9 @@ def cross_products(a: Placed, b: Placed) -> torch.Tensor:
     if not common:
         return torch.zeros(a.term.samples, dtype=torch.float64, device=a.term.device)
     ((a, b),) = common
+    if a.term.dtype != b.term.dtype:  # a weight that is used in two precisions
+        kind = torch.promote_types(accumulating_dtype(a.term.dtype), accumulating_dtype(b.term.dtype))
+        a, b = (Placed(placed.term.at(slice(None), kind), placed.layout) for placed in (a, b))
     if isinstance(b.term, Multiples) and not isinstance(a.term, Multiples):
         a, b = b, a
     if isinstance(a.term, Multiples) and (found := _with_multiples(a, a.term, b)) is not None:

@@ -298,6 +298,21 @@ PROGRAMS: dict[str, Program] = {
         lambda i, w, s: F.embedding_bag(i, w, mode="sum", per_sample_weights=s), 2, 3, w=(5, 4), s=(2, 3), kinds={"w": "Rows", "s": "Dense"}
     ),
     # -- precision
+    "tied, the head in float32": looking_up(
+        lambda i, w: F.linear(F.embedding(i, w).tanh().float(), w.float()).double(), 3, w=(5, 4), kinds={"w": "Product + Rows"}
+    ),
+    "two precisions": of(
+        lambda x, w: F.linear(x, w).sum() * F.linear(x.float(), w.float()).double().sum(), (3, 4), w=(5, 4), kinds={"w": "Product"}
+    ),
+    "scaled in float32": of(
+        lambda x, w, s: F.linear(x.float(), w.float() * s.float()).double(), (3, 4), w=(5, 4), s=(), kinds={"w": "Product", "s": "Dense"}
+    ),
+    "masked in float32": of(
+        lambda x, w: F.linear(x.float(), w.float() * MASK.float()).double() + F.linear(x, w),
+        (3, 4),
+        w=(5, 4),
+        kinds={"w": "Hadamard + Product"},
+    ),
     "cast down": of(lambda x, w: F.linear(x.float(), w.float()), (3, 4), w=(5, 4), kinds={"w": "Product"}),
     # -- modules
     "attention, packed": module(
@@ -349,6 +364,9 @@ def gradients_of(program: Program, params: Params, batch: tuple[Any, ...]) -> Pe
     return PerSampleGradients({name: found[name] for name in params}, losses)
 
 
+IN_FLOAT32 = ["cast down", *(name for name in PROGRAMS if "float32" in name), "two precisions"]  # whose products are float32's
+
+
 def kinds_of(grads: PerSampleGradients) -> dict[str, str]:
     """name -> the kinds of its terms, in alphabetical order."""
     return {name: " + ".join(sorted(type(p.term).__name__ for p in gradient.terms)) for name, gradient in grads.gradients.items()}
@@ -376,18 +394,21 @@ def test_what_stays_factored(name: str) -> None:
 def test_queries_of_a_weight_used_in_any_way(name: str) -> None:
     program = PROGRAMS[name]
     params, batch = program.draw()
-    # the products of "cast down" are float32's
-    assert_queries_agree(program, params, batch, gradients_of(program, params, batch), single=name == "cast down")
+    assert_queries_agree(program, params, batch, gradients_of(program, params, batch), single=name in IN_FLOAT32)
 
 
 def assert_queries_agree(program: Program, params: Params, batch: tuple[Any, ...], grads: PerSampleGradients, single: bool = False) -> None:
     expected = one_by_one(program, params, batch)
     weights, vector = torch.rand(N, dtype=torch.float64), {key: torch.randn_like(value) for key, value in params.items()}
+    every = torch.cat([value.reshape(N, -1) for value in expected.values()], 1)
+    close(grads.gram(), every @ every.T, single)
+    close(grads.inner(grads), every @ every.T, single)
     found, sums, norms = grads.materialise(), grads.weighted_sum(weights), grads.square_norms(per="parameter")
     for key, value in expected.items():
         close(found[key], value, single)
         close(sums[key], torch.einsum("n,n...->...", weights, value), single)
         close(norms[key], value.flatten(1).square().sum(1) if value.dim() > 1 else value.square(), single)
+        close(grads.second_moment()[key], value.square().mean(0), single)
         close(grads.dot({key: vector[key]}), (value * vector[key]).reshape(N, -1).sum(1), single)
 
 
