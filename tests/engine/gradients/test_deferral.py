@@ -17,6 +17,7 @@ from psgrad.engine.gradients import PerSampleGradients, per_sample_gradients, pe
 from psgrad.engine.gradients.deferral import DeferredGradient
 from psgrad.engine.gradients.per_sample import Pass
 from psgrad.engine.transforms import functional_call
+from psgrad.errors import TransformError
 
 N = 3
 Params = dict[str, Tensor]
@@ -442,6 +443,18 @@ def close(actual: Tensor, expected: Tensor, single: bool = False) -> None:
     scale = expected.abs().max().item() or 1.0
     assert actual.shape == expected.shape
     assert (actual.double() - expected).abs().max().item() <= (1e-5 if single else 1e-10) * scale
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize(("option", "said"), [({"max_norm": 1.0}, "max_norm=1"), ({"scale_grad_by_freq": True}, "scale_grad_by_freq=True")])
+def test_tables_whose_gradient_is_none_of_the_loss_are_refused(kind: type, option: dict[str, Any], said: str) -> None:
+    model = kind(5, 4, **option)
+    params = {name: value.detach() for name, value in model.named_parameters()}
+    before = params["weight"].clone()
+    with pytest.raises(TransformError, match=said) as error:
+        per_sample_gradients(lambda params, i: functional_call(model, params, (i,)).square().sum(), params, tokens(N, 2, 3, count=5))
+    assert "next step: build the embedding" in str(error.value)
+    assert torch.equal(params["weight"], before)
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------------------------

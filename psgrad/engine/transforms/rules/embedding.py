@@ -54,6 +54,16 @@ def _embedding_bag(
     return out[real], bag, sizes[real], sizes[real]
 
 
+@replace(aten.embedding_renorm.default)
+def _embedding_renorm(weight: torch.Tensor, index: torch.Tensor, max_norm: float, norm_type: float) -> torch.Tensor:
+    raise TransformError(
+        f"an embedding with max_norm={max_norm:g}{diagnostics.where()}",
+        expected="a forward that leaves the parameters as they are",
+        cause="it rescales the rows that a batch looks up, in the table itself, so that the loss of a sample depends on those before it",
+        next_step="build the embedding with max_norm=None, and keep the norms small elsewhere, for instance after each step",
+    )
+
+
 def _largest(rows: torch.Tensor, bag: torch.Tensor, counted: torch.Tensor, bags: int) -> torch.Tensor:
     """For each bag and feature the largest value, whose cotangent goes to the first position that holds it; zero in an empty bag."""
     positions, features = rows.shape
