@@ -50,6 +50,9 @@ def summary(result: AnalyzeResult) -> str:
             f"self-check: worst relative error {number(check.get('worst_relative_error'))} "
             f"over {check['samples']} samples, against a plain one-sample gradient"
         )
+        if "worst_error_of_autocast" in check:
+            apart = number(check["worst_error_of_autocast"])
+            lines.append(f"mixed precision: a plain gradient differs from float32's by up to {apart} of its norm on these samples")
     elif check.get("reason"):
         lines.append(f"self-check: skipped, as {check['reason']}")
     return "\n".join(lines)
