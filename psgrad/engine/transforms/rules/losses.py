@@ -126,8 +126,9 @@ def _nll_batch(batch: Any, op: Op, x: torch.Tensor, target: torch.Tensor, weight
 
 def _nll_by_kernel(batch: Any, x: torch.Tensor, target: torch.Tensor, reduction: int, ignore_index: int) -> Any:
     """All positions of all samples as one batch of PyTorch's own kernel, which is told not to add them up."""
-    values, labels = batch.physical(x), batch.physical(target)
-    losses = aten.nll_loss_forward.default(values.reshape(-1, values.shape[-1]), labels.reshape(-1), None, 0, ignore_index)[0]
+    values, labels = batch.physical(x), batch.physical(target).long()
+    flat = values.reshape(labels.numel(), values.shape[-1])
+    losses = aten.nll_loss_forward.default(flat, labels.reshape(-1), None, 0, ignore_index)[0]
     if reduction == 0:
         return losses.reshape(labels.shape), values.new_zeros(labels.shape[0])
     total = (labels != ignore_index).to(values.dtype)
@@ -152,13 +153,13 @@ def _nll_backward_batch(
 def _nll_backward_by_kernel(
     batch: Any, g: torch.Tensor, x: torch.Tensor, target: torch.Tensor, reduction: int, ignore_index: int, total: Any
 ) -> torch.Tensor:
-    values, labels = batch.physical(x), batch.physical(target)
+    values, labels = batch.physical(x), batch.physical(target).long()
     each = batch.physical(g)
     if reduction == 1:
         each = each / batch.physical(total)
     if each.dim() < labels.dim():
         each = each.unsqueeze(1).expand(labels.shape)
-    flat = values.reshape(-1, values.shape[-1])
+    flat = values.reshape(labels.numel(), values.shape[-1])
     nothing = flat.new_zeros(())  # the weight of all labels, which is asked for only where the mean is taken
     found = aten.nll_loss_backward.default(each.reshape(-1), flat, labels.reshape(-1), None, 0, ignore_index, nothing)
     return found.reshape(values.shape)
