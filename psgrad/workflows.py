@@ -59,10 +59,10 @@ def analyze(config: Config, *, overwrite: bool = False, progress: Say = lambda _
     then stays in the run folder.
     """
     RunFolder.require_free(config.output, overwrite)
-    use_machine(config)
     clock = Clock()
     with clock("load"):
         device = pick_device(config.engine.device)
+        use_machine(config, device)
         dtype, autocast = pick_precision(config.engine.dtype)
         loaded = load_model(config.model, config.base)
         criterion = resolve_loss(config.loss, config.base)
@@ -115,8 +115,8 @@ def plan(config: Config, *, say: Callable[[str], None] = lambda _: None) -> Plan
     Runs the first few rows, and no more. On a machine that was never measured, it is measured first, which takes seconds, and kept.
     Raises PsgradError as `analyze` does.
     """
-    use_machine(config)
     device = pick_device(config.engine.device)
+    use_machine(config, device)
     dtype, autocast = pick_precision(config.engine.dtype)
     loaded = load_model(config.model, config.base)
     criterion = resolve_loss(config.loss, config.base)
@@ -161,9 +161,10 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def use_machine(config: Config) -> None:
-    """Have the machine's constants that the config names in force, if it names any."""
+def use_machine(config: Config, device: torch.device) -> None:
+    """Have the machine's constants that the config names in force, if it names any. Raises ConfigError where they can't be used."""
     machines.use(None if config.engine.machine is None else config.base / config.engine.machine)
+    machines.machine(device)
 
 
 def plan_of(found: Forecast, on: Machine) -> PlanResult:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -181,8 +181,11 @@ def traced(function: Callable[..., Any], *args: Any, replayed: bool = False) -> 
         ledger = _Ledger(random_states, mode.from_tensor)
         reads = NoReads()
         without_values = tree_map(lambda x: _without_value(x, mode, ledger.account), args)
-        with mode, ledger, reads, noting() if replayed else trusting(), torch.no_grad():
-            result = function(*without_values)
+        try:
+            with mode, ledger, reads, noting() if replayed else trusting(), torch.no_grad():
+                result = function(*without_values)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise NotCapturable(f"its course depends on data, by {error}") from error
         ledger.insist()
         reads.insist()
     return ledger.account.course(result, without_values)

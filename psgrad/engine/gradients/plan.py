@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -66,8 +67,7 @@ def course_of(
     """(course, bytes of the chunk itself) of a function of parameters and a chunk; arguments as for `predict`."""
     rows = tree_map(lambda x: x if chunk is None or not isinstance(x, torch.Tensor) else Like.rows(x, chunk), (inputs, target))
     course = traced(function, params, *rows, replayed=replayed)
-    each = {id(x): x.numel() * x.element_size() for x in tree_leaves(params) if isinstance(x, torch.Tensor)}
-    return course, max(0, course.argument_bytes - sum(each.values()))
+    return course, sum(math.prod(x.shape) * x.dtype.itemsize for x in tree_leaves(rows) if isinstance(x, (torch.Tensor, Like)))
 
 
 def seconds_of(course: Course, on: Machine, *, replayed: bool = False) -> float:

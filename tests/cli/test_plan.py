@@ -1,0 +1,150 @@
+"""`psgrad plan` as a user meets it: the table and its totals, JSON, and that it goes through no dataset."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from psgrad.engine.gradients import machines
+from psgrad.reports.planning import amount, duration
+from tests.workplace import Outcome, Workplace
+
+ROWS = 5000
+
+
+def planned(workplace: Workplace, *options: str) -> Outcome:
+    (workplace.folder / "config.yaml").write_text(yaml.safe_dump(workplace.config))
+    return workplace.command("plan", "config.yaml", *options)
+
+
+@pytest.fixture
+def reluctant(workplace: Workplace) -> Workplace:
+    """A dataset of which only the first few rows can be read."""
+    (workplace.folder / "rows.py").write_text(
+        f"""\
+import torch
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return {ROWS}
+
+    def __getitem__(self, row):
+        if 8 <= row < {ROWS - 8}:  # the last ones are looked at, for the dataset's fingerprint
+            raise RuntimeError("this row is not for planning")
+        return {{"x": torch.arange(4.0) + row, "y": row % 3}}
+"""
+    )
+    workplace.config["data"] = {"factory": "rows.py:Rows", "inputs": "x", "target": "y"}
+    return workplace
+
+
+def test_the_table_and_the_totals_go_to_stdout(reluctant: Workplace) -> None:
+    outcome = planned(reluctant)
+    assert outcome.code == 0, outcome.err
+    lines = outcome.out.splitlines()
+    assert lines[0].split("  ")[0] == "parameter"
+    assert [line.split()[:4] for line in lines[1:5]] == [
+        ["0.weight", "5x4", "Product", "outer"],
+        ["0.bias", "5", "Dense", "direct"],
+        ["2.weight", "3x5", "Product", "outer"],
+        ["2.bias", "3", "Dense", "direct"],
+    ]
+    totals = {line.split()[0]: line for line in lines[6:]}
+    assert list(totals) == ["chunk", "time", "memory", "replay", "written", "machine"]
+    assert f"for {ROWS:,} samples" in totals["chunk"]
+    assert "no parameter" in totals["written"]
+    assert "built in" in totals["machine"]
+    assert not (reluctant.folder / "out").exists()
+    assert outcome.err == ""
+
+
+def test_json_says_the_same(reluctant: Workplace) -> None:
+    outcome = planned(reluctant, "--json", "--set", "engine.chunk_size=100")
+    assert outcome.code == 0, outcome.err
+    found = json.loads(outcome.out)
+    assert (found["rows"], found["chunk_size"], found["obstacle"]) == (ROWS, 100, None)
+    assert [row["parameter"] for row in found["parameters"]] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert found["input_bytes"] == 100 * (4 * 4 + 8)
+    assert found["parameter_bytes"] == 4 * (5 * 4 + 5 + 3 * 5 + 3)
+    assert found["total_bytes"] == found["peak_bytes"] + found["input_bytes"] + found["parameter_bytes"]
+    assert found["seconds"] == pytest.approx(ROWS / 100 * found["chunk_seconds"])
+    assert not found["replayed"]
+    assert "50 whole chunks" in found["replay_reason"]
+
+
+def test_memory_sizes_the_chunk(reluctant: Workplace) -> None:
+    reluctant.config["model"] = {"factory": "model.py:mlp", "kwargs": {"hidden": 2000}}
+    found = [json.loads(planned(reluctant, "--json", "--set", f"engine.memory={budget}MB").out) for budget in (4, 8)]
+    for plan, budget in zip(found, (4e6, 8e6), strict=True):
+        assert 0.8 * budget < plan["peak_bytes"] + plan["input_bytes"] <= budget
+    assert found[0]["chunk_size"] < found[1]["chunk_size"]
+
+
+def test_parameters_that_are_written_out_are_named(reluctant: Workplace) -> None:
+    reluctant.use_model("""\
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, x):
+        return x @ self.weight.cumsum(1).t()
+""")
+    outcome = planned(reluctant)
+    assert outcome.code == 0, outcome.err
+    assert "written out  weight" in outcome.out
+
+
+def test_a_first_plan_measures_and_keeps_the_machine(reluctant: Workplace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(machines.VARIABLE)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("psgrad.workflows.measure", machines.built_in)  # what it measures is tested elsewhere
+    first, second = planned(reluctant), planned(reluctant)
+    assert first.err.startswith("measuring ")
+    assert second.err == "" or "measuring" in second.err  # built-in constants are those of no machine
+    kept = list((tmp_path / "cache" / "psgrad").glob("*.json"))
+    assert len(kept) == 1
+    assert str(kept[0]) in second.out
+    machines.use(None)
+
+
+def test_constants_of_ones_own_are_read(reluctant: Workplace) -> None:
+    (reluctant.folder / "mine.json").write_text(json.dumps({"name": "mine"}))
+    outcome = planned(reluctant, "--set", "engine.machine=mine.json")
+    assert outcome.code == 2
+    assert "engine.machine: " in outcome.err
+    assert "'attention' is missing" in outcome.err
+    assert outcome.out == ""
+    machines.use(None)
+
+
+def test_a_model_that_fails_is_told_as_by_analyze(reluctant: Workplace) -> None:
+    reluctant.use_model("""\
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(7, 3)
+
+    def forward(self, x):
+        return self.layer(x)
+""")
+    outcome = planned(reluctant)
+    assert outcome.code == 3
+    assert "row 0" in outcome.err
+    assert "Traceback" not in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (18_156_000, "18.2 MB"), (3e12, "3 TB"), (5e15, "5e+03 TB")]
+)
+def test_bytes_have_units(size: float, text: str) -> None:
+    assert amount(size) == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.0123, "12.3 ms"), (4.56, "4.56 s"), (200, "3 min 20 s"), (7500, "2 h 5 min")])
+def test_seconds_have_units(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

@@ -1,0 +1,264 @@
+"""The planner against what happens: memory beside the allocator's own count, chunks beside budgets, and nothing is run on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.models import GPT, cnn, mlp, resnet
+from psgrad.engine.gradients import per_sample_gradients, per_sample_square_norms
+from psgrad.engine.gradients.forecast import forecast
+from psgrad.engine.gradients.ledger import Like, NotCapturable, followed, traced
+from psgrad.engine.gradients.plan import Prediction, chunk_for, correction, predict
+from psgrad.engine.gradients.streaming import Stream
+from psgrad.engine.objective import Objective
+from tests.models import ARCHITECTURES, Architecture
+
+# How far a predicted peak may be off, as a share of the measured one.
+MEMORY_BAR = 0.25
+
+
+def allocated(way: Callable[[], Any], device: torch.device) -> int:
+    """Bytes of tensors that a call has at its highest beyond what was there before, by PyTorch's allocator."""
+    way()  # what is made once is no part of it
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        kept = way()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        kept = way()  # noqa: F841 - alive until all is counted
+    events = [event for event in found.profiler.kineto_results.events() if event.name() == "[memory]"]  # type: ignore[union-attr]
+    total = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        total += event.nbytes()
+        peak = max(peak, total)
+    return peak
+
+
+def bound(objective: Objective, how: Callable[..., Any], randomness: str = "error") -> Callable[..., Any]:
+    def way(params: Any, inputs: Any, target: Any) -> Any:
+        return how(objective.loss, params, inputs, target, has_aux=True, randomness=randomness)
+
+    return way
+
+
+def hold_peak_against_the_allocator(
+    model: nn.Module, inputs: tuple[Tensor, ...], target: Tensor, how: Any, loss: Any, randomness: str
+) -> None:
+    device = target.device
+    objective = Objective(model, loss)
+    way = bound(objective, how, randomness)
+    predicted = predict(way, objective.params, inputs, target)
+    measured = allocated(lambda: way(objective.params, inputs, target), device)
+    assert abs(predicted.peak_bytes - measured) <= MEMORY_BAR * measured, (predicted.peak_bytes, measured)
+    assert predicted.input_bytes == sum(x.numel() * x.element_size() for x in (*inputs, target))
+    assert predicted.seconds > 0
+
+
+PASSES = pytest.mark.parametrize("how", [per_sample_square_norms, per_sample_gradients], ids=["norms", "kept"])
+
+
+@PASSES
+@pytest.mark.parametrize("n", [1, 6])
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
+def test_predicted_memory_of_small_networks(architecture: Architecture, n: int, how: Any, device: torch.device) -> None:
+    inputs, target = architecture.batch(n)
+    model = architecture.build().to(device)
+    placed = tuple(x.to(device) for x in inputs), target.to(device)
+    hold_peak_against_the_allocator(model, *placed, how, architecture.loss, architecture.randomness)
+
+
+@PASSES
+@pytest.mark.parametrize(
+    ("build", "draw", "n"),
+    [
+        (cnn, lambda n: (torch.randn(n, 1, 28, 28), torch.randint(10, (n,))), 1),
+        (cnn, lambda n: (torch.randn(n, 1, 28, 28), torch.randint(10, (n,))), 32),
+        (mlp, lambda n: (torch.randn(n, 784), torch.randint(10, (n,))), 128),
+        (resnet, lambda n: (torch.randn(n, 3, 32, 32), torch.randint(10, (n,))), 1),
+        (resnet, lambda n: (torch.randn(n, 3, 32, 32), torch.randint(10, (n,))), 8),
+        (lambda: GPT(vocabulary=1024, positions=64), lambda n: (torch.randint(1024, (n, 64)), torch.randint(1024, (n, 64))), 4),
+    ],
+    ids=["cnn-1", "cnn-32", "mlp-128", "resnet-1", "resnet-8", "gpt-4"],
+)
+def test_predicted_memory_of_benchmark_networks(build: Any, draw: Any, n: int, how: Any, device: torch.device) -> None:
+    inputs, target = (x.to(device) for x in draw(n))
+    hold_peak_against_the_allocator(build().to(device), (inputs,), target, how, F.cross_entropy, "error")
+
+
+def test_memory_with_random_operators_and_in_float64(device: torch.device) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Dropout(0.5), nn.Flatten(), nn.Linear(8 * 36, 5)).double().to(device)
+    inputs, target = torch.randn(4, 3, 8, 8, dtype=torch.float64, device=device), torch.randint(5, (4,), device=device)
+    hold_peak_against_the_allocator(model, (inputs,), target, per_sample_square_norms, F.cross_entropy, "different")
+
+
+def test_memory_is_counted_from_the_first_to_the_last_look(device: torch.device) -> None:
+    x = torch.ones(1000, device=device)
+
+    def function(x: Tensor) -> Tensor:
+        view = (x + 1).reshape(10, 100)[2:]  # 4000 bytes that live as long as the view
+        other = x * 2  # 8000
+        del other
+        third = torch.ops.aten._to_copy.default(x, dtype=torch.float64)  # 12000
+        return view.sum() + third.sum()  # and two numbers, and their sum
+
+    course = traced(function, x)
+    assert 12000 <= course.peak_bytes <= 12000 + 3 * 512
+    assert course.argument_bytes == 4000
+    assert course.result_bytes == 8
+    assert [kernel.name for kernel in course.kernels if not kernel.is_view] == ["add", "mul", "_to_copy", "sum", "sum", "add"]
+    assert course.peak_bytes == pytest.approx(followed(function, x).peak_bytes, abs=64)
+
+
+def test_a_chunk_is_predicted_that_would_never_fit(device: torch.device) -> None:
+    objective = Objective(mlp((20, 16, 7)).to(device), F.cross_entropy)
+    inputs, target = (torch.randn(2, 20, device=device),), torch.randint(7, (2,), device=device)
+    way = bound(objective, per_sample_square_norms)
+    small, huge = (predict(way, objective.params, inputs, target, n) for n in (1 << 14, 1 << 40))
+    assert huge.peak_bytes == pytest.approx(small.peak_bytes * 2**26, rel=0.05)
+    assert huge.input_bytes == (1 << 40) * (20 * 4 + 8)
+
+
+def test_a_course_that_depends_on_data_is_refused(device: torch.device) -> None:
+    with pytest.raises(NotCapturable):
+        traced(lambda x: x if x.sum() > 0 else -x, torch.ones(3, device=device))
+
+
+def test_tracing_leaves_random_numbers_alone(device: torch.device) -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    traced(lambda x: x + torch.rand_like(x), torch.ones(3, device=device))
+    assert torch.equal(torch.rand(2), expected)
+
+
+def test_a_tensor_that_need_not_exist() -> None:
+    like = Like.rows(torch.zeros(2, 5, dtype=torch.float64), 7)
+    course = traced(lambda x: x + 1, like)
+    assert course.result.shape == (7, 5)
+    assert course.peak_bytes == course.argument_bytes == 7 * 5 * 8
+
+
+# The chunk ------------------------------------------------------------------------------------------------------------------------
+
+
+@given(
+    fixed=st.integers(0, 10**6),
+    each=st.integers(1, 10**5),
+    rows=st.integers(0, 100),
+    budget=st.integers(0, 10**8),
+    most=st.integers(1, 2000),
+)
+def test_the_largest_chunk_that_fits(fixed: int, each: int, rows: int, budget: int, most: int) -> None:
+    asked: list[int] = []
+
+    def at(n: int) -> Prediction:
+        asked.append(n)
+        return Prediction(0.0, fixed + each * n, rows * n, 1)
+
+    def size(n: int) -> int:
+        return fixed + (each + rows) * n
+
+    chunk = chunk_for(at, budget, most)
+    assert 1 <= chunk <= most
+    assert len(asked) <= 6
+    if size(1) <= budget:
+        assert size(chunk) <= budget
+        assert chunk == most or size(chunk + 1) > budget
+    else:
+        assert chunk == 1
+
+
+@given(block=st.integers(1, 10**6), each=st.integers(1, 10**5), budget=st.integers(10**5, 10**8))
+def test_a_chunk_fits_where_memory_bends(block: int, each: int, budget: int) -> None:
+    """Intermediates fill a block and then stop growing."""
+
+    def size(n: int) -> int:
+        return each * n + min(block, 4 * each * n)
+
+    chunk = chunk_for(lambda n: Prediction(0.0, size(n), 0, 1), budget)
+    assert chunk == 1 or size(chunk) <= budget
+    assert chunk == 1024 or size(2 * chunk + 8) > budget  # and is no small share of what would
+
+
+@given(python=st.floats(0, 1), share=st.floats(0.5, 3.5), small=st.floats(1e-3, 1), more=st.floats(1.5, 10))
+def test_two_chunks_tell_the_python_and_the_share(python: float, share: float, small: float, more: float) -> None:
+    found = correction((small, python + share * small), (small * more, python + share * small * more))
+    assert found.python == pytest.approx(python, abs=1e-6)
+    assert found.share == pytest.approx(share, rel=1e-6)
+
+
+# A run ----------------------------------------------------------------------------------------------------------------------------
+
+
+def stream_of(model: nn.Module, inputs: Tensor, target: Tensor, **options: Any) -> Stream:
+    objective = Objective(model, options.pop("loss", F.cross_entropy))
+
+    def read(start: int, stop: int) -> Any:
+        assert stop <= len(inputs), "a row beyond the first few is read"
+        return SimpleNamespace(inputs=(inputs[start:stop],), target=target[start:stop])
+
+    return Stream(objective.loss, objective.params, read, **options)
+
+
+def test_a_forecast_reads_the_first_rows_alone(device: torch.device) -> None:
+    stream = stream_of(mlp((20, 16, 7)).to(device), torch.randn(8, 20), torch.randint(7, (8,)), chunk_size=100)
+    found = forecast(stream, 10**6)
+    assert (found.rows, found.chunk_size, found.obstacle) == (10**6, 100, None)
+    assert found.replayed
+    assert 0 < found.chunk_seconds < found.seconds
+    assert [(p.name, p.kinds, p.way, p.factored) for p in found.parameters] == [
+        ("0.weight", "Product", "outer product", True),
+        ("0.bias", "Dense", "direct", True),
+        ("2.weight", "Product", "outer product", True),
+        ("2.bias", "Dense", "direct", True),
+    ]
+    assert found.parameters[0].bytes == (20 + 16) * 4
+    assert found.parameter_bytes == 4 * (20 * 16 + 16 + 16 * 7 + 7)
+
+
+def test_ways_are_those_that_the_pass_takes(device: torch.device) -> None:
+    torch.manual_seed(0)
+    tokens = torch.randint(19, (8, 11))
+    model = GPT(19, positions=10, width=16, layers=1, heads=2).to(device)
+    stream = stream_of(model, tokens[:, :-1], tokens[:, 1:], chunk_size=8)
+    found = forecast(stream, 8)
+    way = bound(Objective(model, F.cross_entropy), per_sample_square_norms)
+    taken = way(stream.params, *stream.load(0, 8)).describe()
+    assert {p.name: p.way for p in found.parameters} == taken
+
+
+class Branching(nn.Module):
+    """Takes one of two courses, as the data says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(20, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x if x.sum() > 0 else -x)
+
+
+def test_what_depends_on_data_is_followed_while_it_runs(device: torch.device) -> None:
+    stream = stream_of(Branching().to(device), torch.randn(8, 20), torch.randint(7, (8,)), chunk_size=64)
+    found = forecast(stream, 640)
+    assert found.obstacle is not None
+    assert "depends on data" in found.obstacle
+    assert not found.replayed
+    assert [p.way for p in found.parameters] == ["outer product", "direct"]
+    way = bound(Objective(Branching().to(device), F.cross_entropy), per_sample_square_norms)
+    inputs, target = stream.load(0, 8)
+    measured = allocated(lambda: way(stream.params, inputs, target), device)
+    assert found.peak_bytes == pytest.approx(8 * measured, rel=MEMORY_BAR)
