@@ -143,11 +143,17 @@ def _checked(weights: torch.Tensor, norms: SquareNorms) -> torch.Tensor:
 
 
 def _sums(kept: dict[str, DeferredGradient], names: list[str], weights: torch.Tensor, poisoned: torch.Tensor) -> dict[str, torch.Tensor]:
-    """name -> [*shape]; each parameter's gradient is dropped as soon as its sum is there."""
+    """name -> [*shape]; each parameter's gradient is dropped as soon as its sum is there.
+
+    In the order of the pass back, as they were kept: a layer's input is the next one's output, and goes with the last of the two, so that
+    the first layers' sums, mostly the last to come, don't meet the last layers' factors.
+    """
     clean = torch.nonzero(~poisoned).squeeze(1) if bool(poisoned.any()) else None
     if clean is None:
-        return {name: kept.pop(name).weighted_sum(weights) for name in names}
-    return {name: kept.pop(name).at(clean).weighted_sum(weights[clean]) for name in names}
+        sums = {name: kept.pop(name).weighted_sum(weights) for name in list(kept)}
+    else:
+        sums = {name: kept.pop(name).at(clean).weighted_sum(weights[clean]) for name in list(kept)}
+    return {name: sums[name] for name in names}
 
 
 def _in_place_of(poisoned: torch.Tensor) -> torch.Tensor:
