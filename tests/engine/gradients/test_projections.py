@@ -21,9 +21,10 @@ from psgrad.engine.gradients.layout import Layout
 from psgrad.engine.gradients.placed import DeferredGradient, Placed
 from psgrad.engine.gradients.projections.entries import Entries
 from psgrad.engine.gradients.projections.sparse import Orders
-from psgrad.engine.gradients.terms import BLOCK_BYTES, Dense, Product, Rows, Term
+from psgrad.engine.gradients.terms import BLOCK_BYTES, Convolution, Dense, Product, Rows, Term
 from psgrad.engine.gradients.terms.hadamard import Hadamard
 from psgrad.engine.gradients.terms.multiples import Multiples
+from psgrad.engine.transforms.rules.windows import Geometry
 from psgrad.errors import TransformArgumentError
 from tests.engine.gradients.agreement import deferred_gradients
 from tests.engine.gradients.matrices import matrix, projected
@@ -71,42 +72,72 @@ def _blocks(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 class Everything(nn.Module):
-    """Each way a weight may be used: tied, looked up, in groups, transposed, in slices, as a batch of matrices, and not at all."""
+    """Each way a weight may be used: tied, looked up, in groups, transposed, in slices, behind a mask, as a batch of matrices, and not at
+    all. With so few positions that factors are smaller than weights."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Embedding(11, 6)
-        self.inside = nn.Linear(6, 6)
-        self.narrow = nn.Conv1d(6, 4, 3, groups=2, dilation=2, padding=1)
-        self.wide = nn.ConvTranspose1d(4, 6, 3, stride=2, output_padding=1, groups=2)
-        self.twice = nn.Parameter(torch.randn(6, 6))
-        self.experts = nn.Parameter(torch.randn(3, 6, 5))
+        self.table = nn.Embedding(11, 8)
+        self.inside = nn.Linear(8, 8)
+        self.narrow = nn.Conv1d(8, 4, 3, groups=2, dilation=2, padding=2)
+        self.wide = nn.ConvTranspose1d(4, 8, 3, stride=2, padding=1, output_padding=1)
+        self.twice = nn.Parameter(torch.randn(8, 8))
+        self.experts = nn.Parameter(torch.randn(3, 8, 5))
         self.scale = nn.Parameter(torch.randn(()))
-        self.mask = torch.linspace(-1, 1, 36).reshape(6, 6).double()
+        self.mask = torch.linspace(-1, 1, 64).reshape(8, 8).double()
         self.unused = nn.Parameter(torch.randn(2, 3))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        h = self.inside(self.table(tokens)).tanh()  # [1, 8, 6]
+        h = self.inside(self.table(tokens)).tanh()  # [1, 3, 8]
         h = h @ self.twice.t() + h @ self.twice + h @ (self.twice * self.mask.to(h))
         h = h + self.wide(self.narrow(h.transpose(1, 2)).tanh()).transpose(1, 2)[:, : h.shape[1]]
-        h = h + h @ self.twice[1:4].t() @ self.twice[3:]
-        experts = torch.bmm(h[0, :3].unsqueeze(1), self.experts).mean()
+        h = h + h @ self.twice[1:6].t() @ self.twice[3:]
+        experts = torch.bmm(h[0].unsqueeze(1), self.experts).mean()
         return F.linear(h, self.table.weight).mean(1) * self.scale + experts
 
 
 @pytest.mark.parametrize("projection", PROJECTIONS, ids=names_of)
 @pytest.mark.usefixtures("_blocks")
 def test_a_network_is_projected_by_the_written_out_matrix(projection: Projection, device: torch.device) -> None:
-    model, tokens = Everything().to(device, torch.float64), torch.randint(11, (4, 8), device=device)
+    model, tokens = Everything().to(device, torch.float64), torch.randint(11, (4, 3), device=device)
     loss = lambda output, target: (target * output).square().sum()
     target = torch.rand(4, dtype=torch.float64, device=device)
     exact = one_sample_gradients(model, loss, (tokens,), target)
-    found = deferred_gradients(model, loss, (tokens,), target).project(projection)
+    gradients = deferred_gradients(model, loss, (tokens,), target)
+    kinds = {type(placed.term) for gradient in gradients.gradients.values() for placed in gradient.terms}
+    assert kinds >= {Product, Rows, Convolution, Dense, Hadamard}
+    found = gradients.project(projection)
     expected = projected(projection, exact)
     assert_close(found, expected)
     for name, columns in projection.columns(exact).items():  # each parameter by itself, the small ones too
         alone = found if projection.per == "total" else found[:, columns]
         assert_close(alone, expected if projection.per == "total" else projected(projection, {name: exact[name]}))
+
+
+def test_two_sides_act_on_the_factors_of_whatever_has_some() -> None:
+    product = Product(torch.randn(4, 2, 3, 6), torch.randn(4, 2, 3, 7))
+    turned = Layout.identity((1, 6, 7)).permute([0, 2, 1])
+    assert turned is not None
+    turned = turned.reshape((7, 6))
+    assert turned is not None
+    groups = Layout.identity((2, 6, 7)).reshape((12, 7))
+    assert groups is not None
+    one = Product(product.left[:, :1], product.right[:, :1])
+    table = Rows(torch.randint(5, (4, 2)), torch.randn(4, 2, 3), 5)
+    kernels = Convolution(
+        torch.randn(4, 1, 4, 5), torch.randn(4, 1, 6, 5), torch.Size([4, 3, 3]), Geometry((1,), (1,), (1,), False, (0,), 2)
+    )
+    with patch("psgrad.engine.gradients.projections.two_sided._add_slices", side_effect=AssertionError("slices")):
+        for placed in (
+            Placed(product, groups),
+            Placed(one, turned),
+            Placed(one, window(turned, 1, 2)),
+            Placed.plain(table),
+            Placed.plain(kernels),
+        ):
+            gradients_of([placed], 4).project(TwoSided(3, 4))
+        with pytest.raises(AssertionError, match="slices"):
+            gradients_of([Placed.plain(product)], 4).project(TwoSided(3, 4))  # a batch of matrices
 
 
 @st.composite
@@ -193,7 +224,7 @@ def test_a_sample_that_is_not_finite_spoils_no_other() -> None:
 
 @pytest.mark.parametrize("projection", PROJECTIONS, ids=names_of)
 def test_rows_are_the_same_in_chunks_of_any_size(projection: Projection, device: torch.device) -> None:
-    model, tokens = Everything().to(device), torch.randint(11, (7, 8), device=device)
+    model, tokens = Everything().to(device), torch.randint(11, (7, 3), device=device)
     model.mask = model.mask.float()
     target = torch.rand(7, device=device)
 
@@ -256,7 +287,7 @@ def estimates(projection: Projection) -> tuple[Tensor, Tensor]:
         },
         torch.zeros(2),
     )
-    found = torch.stack([torch.dot(*gradients.project(replace(projection, seed=seed)).unbind()) for seed in range(SEEDS)])  # type: ignore[type-var]
+    found = torch.stack([torch.dot(*gradients.project(replace(projection, seed=seed)).unbind()) for seed in range(SEEDS)])
     return found, torch.dot(X, Y) + torch.dot(*LEFTS.unbind()) * torch.dot(*RIGHTS.unbind())
 
 

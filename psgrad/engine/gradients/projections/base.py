@@ -6,7 +6,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -21,9 +21,8 @@ Per = Literal["total", "parameter"]
 _TOGETHER = 32
 
 
-@dataclass(frozen=True)
 class Projection(ABC):
-    """A random linear map P of gradients to few numbers, with E[<Px, Py>] = <x, y> over the seeds.
+    """A random linear map P of gradients to few numbers, with E[<Px, Py>] = <x, y> over the seeds. Its kinds are frozen dataclasses.
 
     The map is a function of its description and of the parameters' names and shapes alone: the same for every sample, chunk, device and
     machine, so that gradients projected in different runs may be compared.
@@ -35,6 +34,9 @@ class Projection(ABC):
     """
 
     kind: ClassVar[str]
+    seed: int
+    per: Per
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
     @abstractmethod
@@ -55,7 +57,7 @@ class Projection(ABC):
         """[n, width], or [n, parameters * width]: what `PerSampleGradients.project` gives."""
         types = [accumulating_dtype(gradient.dtype) for gradient in gradients.values()]
         dtype = torch.float64 if torch.float64 in types else torch.float32
-        sums = [Sums(samples, self.width, dtype, device) for _ in range(1 if self._per == "total" else len(gradients))]
+        sums = [Sums(samples, self.width, dtype, device) for _ in range(1 if self.per == "total" else len(gradients))]
         for place, (name, gradient) in enumerate(gradients.items()):
             if gradient.shape.numel():
                 self.add(sums[place if len(sums) > 1 else 0], name, gradient)
@@ -64,7 +66,7 @@ class Projection(ABC):
 
     def columns(self, names: Iterable[str]) -> dict[str, slice]:
         """name -> its columns in the projection of gradients of these parameters; with per='total' all of them for every name."""
-        start = 0 if self._per == "total" else self.width
+        start = 0 if self.per == "total" else self.width
         return {name: slice(place * start, place * start + self.width) for place, name in enumerate(names)}
 
     def describe(self) -> dict[str, Any]:
@@ -76,21 +78,18 @@ class Projection(ABC):
         """A hash of the description: projections of the same fingerprint may be compared."""
         return hashlib.sha256(json.dumps(self.describe(), sort_keys=True).encode()).hexdigest()
 
-    @property
-    def _per(self) -> str:
-        return str(self.per)  # type: ignore[attr-defined]
-
     def _check(self, **sizes: int) -> None:
         """Refuse sizes that are no positive whole numbers, an unknown `per`, a seed that is no whole number."""
         title = type(self).__name__
         for name, size in sizes.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise TransformArgumentError(f"{title}: {name}={size!r}", expected="a whole number, at least 1")
-        if self._per not in ("total", "parameter"):
-            raise TransformArgumentError(f"{title}: per={self._per!r}", expected="'total' or 'parameter'")
-        seed = self.seed  # type: ignore[attr-defined]
-        if not isinstance(seed, int) or isinstance(seed, bool):
-            raise TransformArgumentError(f"{title}: seed={seed!r}", expected="a whole number", cause="a float would seed by its rounding")
+        if self.per not in ("total", "parameter"):
+            raise TransformArgumentError(f"{title}: per={self.per!r}", expected="'total' or 'parameter'")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            raise TransformArgumentError(
+                f"{title}: seed={self.seed!r}", expected="a whole number", cause="a float would seed by its rounding"
+            )
 
 
 class Sums:

@@ -172,8 +172,10 @@ def _of_multiples(term: Multiples, room: int) -> Iterator[Slice]:
 
 
 def _of_dense(term: Dense, room: int) -> Iterator[Slice]:
+    """Whole rows of the last axes where they fit."""
     values = term.value.flatten(1) if term.value.dim() > 1 else term.value.unsqueeze(1)
-    yield from Slice(values, range(values.shape[1]), slice(None)).cut(max(1, room // max(term.samples, 1)))
+    row, width = math.prod(term.shape[1:]), max(1, room // max(term.samples, 1))
+    yield from Slice(values, range(values.shape[1]), slice(None)).cut(width // row * row if 0 < row <= width else width)
 
 
 def _of_any(term: Term, room: int) -> Iterator[Slice]:

@@ -14,7 +14,7 @@ from psgrad.engine.gradients.projections.base import Per, Projection, Sums, room
 from psgrad.engine.gradients.projections.dense import WIDEST
 from psgrad.engine.gradients.projections.entries import Entries, Kind, key_of
 from psgrad.engine.gradients.projections.places import Places
-from psgrad.engine.gradients.projections.slices import slices
+from psgrad.engine.gradients.projections.slices import Slice, slices
 from psgrad.engine.gradients.projections.sparse import Orders, add_sparse
 from psgrad.engine.gradients.terms import Convolution, Product, Rows, blocks
 from psgrad.errors import TransformArgumentError
@@ -29,7 +29,8 @@ class TwoSided(Projection):
     A weight's gradient sum_t l_t r_t^T becomes vec(sum_t (A l_t) (B r_t)^T), left * right numbers, at the price of two
     small products; for a convolution A acts on the channels of the cotangents, and B is a convolution with random kernels; for a table that
     is looked up, columns of A are looked up in its place. A parameter of fewer than two axes has no sides: it is projected as by `Sparse`,
-    one column an entry, which loses nothing where there are as many columns as entries.
+    one column an entry, which loses nothing where there are as many columns as entries. A term that is no sum over rows and columns
+    of the weight (behind a mask, matrices of a batch, or written out already) is projected slice by slice.
 
     By default each parameter has columns of its own, as LogIX projects linear layers (Choe et al., "What is your data worth to GPT?", 2024,
     section 3.2). <Px, Py> is unbiased for <x, y>, with more variance than a dense projection of as many columns: for weight gradients of
@@ -199,11 +200,41 @@ _WAYS: dict[type, Any] = {Product: _product, Rows: _rows, Convolution: _convolut
 
 
 def _add_slices(sums: Sums, sides: _Sides, placed: Placed) -> None:
-    """What is not a sum over positions of rows times columns: slices of the value, times the columns of the Kronecker product."""
+    """What is not a sum over positions of rows times columns: slices of the value, by whole rows, within a row, or place by place."""
     room = room_of(sums.device, sums.dtype)
     width = max(1, min(WIDEST, room // sums.columns))
     for part in slices(placed, sums.dtype, room, width):
+        if isinstance(part.places, range):
+            for piece in _by_rows(part, sides.columns, max(1, room // sides.sizes[1])):
+                sums.add(piece.samples, _of_rows(piece, sides, sums.dtype))
+            continue
         for cut in part.cut(width):
             places = cut.place_tensor()
             a, b = sides.of(0, places // sides.columns, sums.dtype), sides.of(1, places % sides.columns, sums.dtype)
             sums.add_product(cut.samples, cut.values, (a.unsqueeze(2) * b.unsqueeze(1)).flatten(1))
+
+
+def _by_rows(part: Slice, columns: int, width: int) -> Iterator[Slice]:
+    """A slice of neighbouring places in slices of whole rows of the parameter, or within one row where it begins or ends in one or a row
+    is wider than `width`."""
+    assert isinstance(part.places, range)
+    start, stop = part.places.start, part.places.stop
+    at = start
+    while at < stop:
+        if at % columns == 0 and columns <= min(width, stop - at):
+            size = (stop - at) // columns * columns
+        else:
+            size = min(width, stop - at, columns - at % columns)
+        yield Slice(part.values[:, at - start : at - start + size], range(at, at + size), part.samples)
+        at += size
+
+
+def _of_rows(piece: Slice, sides: _Sides, dtype: torch.dtype) -> torch.Tensor:
+    """[m, left * right] of whole rows, or of neighbours in one row."""
+    places, device = piece.places, piece.values.device
+    rows = -(-len(places) // sides.columns)
+    size = len(places) // rows
+    a = sides.of(0, torch.arange(rows, device=device) + places[0] // sides.columns, dtype)
+    b = sides.of(1, torch.arange(size, device=device) + places[0] % sides.columns, dtype)
+    values = piece.values.reshape(-1, size) @ b
+    return torch.matmul(a.t(), values.view(-1, rows, b.shape[1])).flatten(1)
