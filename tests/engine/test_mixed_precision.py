@@ -83,6 +83,7 @@ def test_norms_are_those_of_autocast_one_sample_at_a_time(case: tuple[nn.Module,
     rounding = float((square_norms(plain).sqrt() / exact - 1).abs().max())
     assert 1e-5 < rounding < 0.1  # it is bfloat16 that runs
     found = gradients.square_norms().sqrt()
+    assert float((found / exact - 1).abs().max()) > 1e-5
     torch.testing.assert_close(found, square_norms(plain).sqrt(), rtol=2 * rounding + EPS, atol=0)
     torch.testing.assert_close(found, exact, rtol=2 * rounding + EPS, atol=0)
     apart = {name: g - plain[name] for name, g in gradients.materialise().items()}

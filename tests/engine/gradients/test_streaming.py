@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from psgrad.engine.gradients import PerSampleGradients
@@ -213,6 +215,51 @@ def in_a_room(model: nn.Module, table: Table, room: Room, chunk_size: int, count
     objective = Objective(Looks(), lambda output, target: F.cross_entropy(output[0], target), lambda output, target: {"row": output[1]})
     stream = Stream(objective.loss, objective.params, table.read, chunk_size=chunk_size)
     return stream, columns_of(stream, count, [room])
+
+
+class Counted(Stream):
+    """A stream whose pass takes no time: its gradients are the rows."""
+
+    def _bound(self, how: Any) -> Any:
+        return lambda params, inputs, target: inputs[0][:, 0].long()
+
+
+@given(data=st.data(), count=st.integers(1, 60), chunk_size=st.integers(1, 70))
+def test_wherever_memory_runs_out_every_row_is_done_once_and_in_order(data: st.DataObject, count: int, chunk_size: int) -> None:
+    """Some rows have room for few beside them, and some failures come and go."""
+    room = data.draw(st.lists(st.integers(1, 12), min_size=count, max_size=count))
+    passing = data.draw(st.sets(st.integers(0, 10)))
+    tried: list[tuple[int, int]] = []
+    tries = iter(range(100_000))
+
+    class Rows:
+        needs_factors = False
+
+        def columns(self, gradients: Tensor) -> dict[str, Tensor]:
+            first, last = int(gradients[0]), int(gradients[-1]) + 1
+            tried.append((first, last))
+            if last - first > min(room[first:last]) or (next(tries) in passing and last - first > 1):
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return {"row": gradients}
+
+        def keep(self) -> None:
+            kept.append(tried[-1])
+
+    def read(start: int, stop: int) -> Block:
+        asked.append((start, stop))
+        return Block((torch.arange(start, stop).unsqueeze(1),), None)
+
+    kept: list[tuple[int, int]] = []
+    asked: list[tuple[int, int]] = []
+    stream = Counted(lambda *_: None, {"w": torch.zeros(1)}, read, chunk_size=chunk_size, capture="off")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("psgrad.engine.gradients.streaming.gc.collect", lambda: 0)  # slow, and nothing to be found
+        found = columns_of(stream, count, [Rows()])
+    assert found["row"].tolist() == list(range(count))
+    assert [row for start, stop in asked for row in range(start, stop)] == list(range(count))
+    assert [row for start, stop in kept for row in range(start, stop)] == list(range(count))
+    assert stream.retries == len(tried) - len(kept)
+    assert max(stop - start for start, stop in tried) <= chunk_size
 
 
 def test_one_chunk_that_fails_leaves_the_next_ones_as_large_as_before(model: nn.Module) -> None:
