@@ -24,6 +24,7 @@ def mixed(x: int) -> int:
     return x ^ (x >> 31)
 
 
+@cache
 def word(names: tuple[object, ...], place: int, number: int) -> int:
     """The word of a number in the sequence of a place."""
     key = int.from_bytes(hashlib.sha256(json.dumps(list(names)).encode()).digest()[:8], "little")
