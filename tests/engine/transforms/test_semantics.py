@@ -444,6 +444,7 @@ def test_what_outlives_its_transform_is_the_value() -> None:
     assert torch.equal(kept[1] + 0, torch.stack([2 * x, 2 * x]))
     same(grad(lambda y: (y * kept[0]).sum())(x), 2 * x)
     same(vmap(lambda y: y * kept[0])(torch.ones(2, 3)), torch.stack([2 * x, 2 * x]))
+    assert torch.equal(torch.cat([kept[0], x]), torch.cat([2 * x, x]))
 
 
 def snapshot(model: nn.Module) -> dict[str, tuple[int, int, Tensor, bool, Any]]:
