@@ -285,6 +285,12 @@ PROGRAMS: dict[str, Program] = {
     "table of positions": looking_up(lambda i, w, p: F.embedding(i, w) + p[:3], 3, w=(5, 4), p=(9, 4), kinds={"w": "Rows", "p": "Dense"}),
     "tied": looking_up(lambda i, w: F.linear(F.embedding(i, w).tanh(), w), 3, w=(5, 4), kinds={"w": "Product + Rows"}),
     "partly tied": looking_up(lambda i, w: F.linear(F.embedding(i, w).tanh(), w[1:4]), 3, w=(5, 4), kinds={"w": "Product + Rows"}),
+    "tied by every other row": looking_up(
+        lambda i, w: F.linear(F.embedding(i, w).tanh(), w[1:][::2]), 3, w=(5, 4), kinds={"w": "Product + Rows"}
+    ),
+    "rows of different steps": of(
+        lambda x, w: F.linear(x, w[::2]).sum() * F.linear(x.tanh(), w[::3]).sum(), (2, 4), w=(9, 4), kinds={"w": "Product + Product"}
+    ),
     "tied by columns": looking_up(
         lambda i, w: F.linear(F.embedding(i, w).tanh()[..., :3], w[:, :3]), 3, w=(5, 4), kinds={"w": "Product + Rows"}
     ),

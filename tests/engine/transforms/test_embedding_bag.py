@@ -78,7 +78,7 @@ def test_scaling_by_frequency_is_refused() -> None:
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 def test_its_weight_gradient_is_rows_and_never_a_table_a_sample(mode: str) -> None:
-    model = nn.EmbeddingBag(TOKENS, FEATURES, mode=mode, dtype=torch.float64)
+    model = nn.EmbeddingBag(10 * TOKENS, FEATURES, mode=mode, dtype=torch.float64)  # larger than what a sample looks up
     target = torch.linspace(-1, 1, SAMPLES * FEATURES, dtype=torch.float64).reshape(SAMPLES, FEATURES)
 
     def loss(parameters: dict[str, Tensor], index: Tensor, target: Tensor) -> Tensor:
