@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from psgrad.engine.gradients.terms import accumulating
 from psgrad.engine.transforms.functional import swapped, tied_slots
@@ -59,10 +60,18 @@ class Objective:
         device = next(iter(self.params.values())).device.type
         return torch.autocast(device, dtype=self.autocast, cache_enabled=False)
 
+    def output(self, *batch: torch.Tensor) -> Any:
+        """The model's output for the only sample of a batch, without the batch axis; under autocast in float32.
+
+        A loss subtracts numbers that are nearly the same (a probability from one), which halves would not tell apart.
+        """
+        output = first(self.model(*batch))
+        return tree_map(lambda x: accumulating(x) if isinstance(x, torch.Tensor) else x, output) if self.autocast is not None else output
+
     def loss(self, params: dict[str, torch.Tensor], inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None) -> Any:
         """(loss, summary) of one sample: inputs and target without a batch axis. A loss in halves comes as float32."""
         with swapped(self._slots, params), self.precision():
-            output = first(self.model(*[x.unsqueeze(0) for x in inputs]))
+            output = self.output(*[x.unsqueeze(0) for x in inputs])
             value = self.criterion(output, target)  # inside: a loss may look at the model's weights, too
         if not isinstance(value, torch.Tensor) or value.dim() != 0:
             shape = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
@@ -76,7 +85,6 @@ class Objective:
             raise LossError(f"the loss returned a tensor of dtype {value.dtype}", expected="a floating-point number per sample")
         if self.autocast is not None:
             value = accumulating(value)
-            output = accumulating(output) if isinstance(output, torch.Tensor) else output
         return value, self.summary(output, target) if self.summary is not None else {}
 
 

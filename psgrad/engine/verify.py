@@ -16,7 +16,7 @@ import torch
 
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.streaming import Stream
-from psgrad.engine.objective import Objective, first
+from psgrad.engine.objective import Objective
 from psgrad.errors import SelfCheckError
 
 # Of the relative error of a whole gradient; both sides round, so this is a bound on mistakes and not a claim of precision.
@@ -126,7 +126,7 @@ def _witness(
     parameters = {name: p for name, p in objective.model.named_parameters() if p.requires_grad}
     with torch.enable_grad():
         with precision:
-            loss = objective.criterion(first(objective.model(*inputs)), None if target is None else target[0])
+            loss = objective.criterion(objective.output(*inputs), None if target is None else target[0])
         gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     return {
         name: torch.zeros_like(parameter, dtype=torch.float64) if gradient is None else gradient.detach().double()

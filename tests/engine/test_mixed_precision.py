@@ -42,13 +42,34 @@ class Tied(nn.Module):
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.cell = nn.GRUCell(6, 5)
+        self.cell = nn.GRUCell(5, 5)
 
     def forward(self, x: Tensor) -> Tensor:
         state = x.new_zeros(len(x), 5)
         for step in x.unbind(1):
             state = self.cell(step, state)
         return state
+
+
+class Layered(nn.Module):
+    """A product in bfloat16 in front of an operator that autocast does not know as a whole."""
+
+    def __init__(self, layer: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.first, self.layer = nn.Linear(6, 5), layer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.layer(self.first(x))
+        return found[0][:, -1] if isinstance(found, tuple) else found
+
+
+class Einsum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bti,io->bo", x, self.weight)
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
@@ -58,7 +79,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
         lambda: torch.randn(ROWS, 1, 8, 8),
     ),
     "tied": (Tied, lambda: torch.randint(20, (ROWS, 9))),
-    "recurrent": (Recurrent, lambda: torch.randn(ROWS, 4, 6)),
+    "recurrent": (lambda: Layered(Recurrent), lambda: torch.randn(ROWS, 4, 6)),
+    "lstm": (lambda: Layered(lambda: nn.LSTM(5, 3, batch_first=True)), lambda: torch.randn(ROWS, 4, 6)),
+    "gru": (lambda: Layered(lambda: nn.GRU(5, 3, batch_first=True)), lambda: torch.randn(ROWS, 4, 6)),
+    "rnn": (lambda: Layered(lambda: nn.RNN(5, 3, batch_first=True)), lambda: torch.randn(ROWS, 4, 6)),
+    "einsum": (lambda: Layered(Einsum), lambda: torch.randn(ROWS, 4, 6)),
 }
 
 
@@ -177,6 +202,26 @@ def test_a_weight_that_changes_is_cast_anew(device: torch.device) -> None:
     assert not torch.allclose(first, second, rtol=0.1)
     torch.testing.assert_close(second, norms(), rtol=0, atol=0)
     assert not torch.is_autocast_enabled(device.type)
+
+
+def test_halves_and_floats_are_not_mixed_where_there_is_no_autocast(device: torch.device) -> None:
+    layer, target = Einsum().to(device), torch.zeros(2, dtype=torch.int64, device=device)
+    objective = Objective(layer, F.cross_entropy)
+    with pytest.raises(RuntimeError, match=r"dtype|scalar type"):
+        per_sample_gradients(objective.loss, objective.params, (torch.randn(2, 4, 5, device=device).bfloat16(),), target, has_aux=True)
+
+
+def test_a_loss_sees_float32(device: torch.device) -> None:
+    seen = []
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        seen.append(output.dtype)
+        return F.cross_entropy(output, target)
+
+    objective = Objective(nn.Linear(6, 3).to(device), loss, autocast=HALF)
+    target = torch.zeros(2, dtype=torch.int64, device=device)
+    per_sample_gradients(objective.loss, objective.params, (torch.randn(2, 6, device=device),), target, has_aux=True)
+    assert seen == [torch.float32]
 
 
 def test_a_loss_that_fails_leaves_autocast_off(device: torch.device) -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
 
-from psgrad.engine.transforms import diagnostics
+from psgrad.engine.transforms import autocast, diagnostics
 from psgrad.engine.transforms.operators import RANDOM_COMPOSITES, Op, facts, is_random
 from psgrad.errors import TransformError
 
@@ -224,6 +224,8 @@ class Interpreter(TorchDispatchMode):
         kwargs = kwargs or {}
         for told in state.watchers:
             told(op, args, kwargs)
+        if op in autocast.WHOLE:
+            args, kwargs = autocast.cast(args, kwargs)
         top = top_level(args, kwargs)
         adopter: Level | None = None
         for level in reversed(state.stack):
