@@ -33,7 +33,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def tiny(script: Any) -> Any:
     """A case of a perceptron of a few numbers."""
     norms, models = script("norms"), script("models")
-    return norms.Case("tiny", lambda: models.mlp((6, 5, 10)), lambda: norms.draw_vectors(7, 6), 1.0)
+    return norms.Case("tiny", lambda: models.mlp((6, 5, 10)), lambda: norms.draw_vectors(7, 6))
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------------------------
