@@ -116,6 +116,8 @@ class DerivativeLevel(AdoptingLevel):
             self.reads.note(tensors_in(args, kwargs))
         if operator.writes:
             return self._in_place(op, args, kwargs)
+        if operator.taken_apart:  # its pieces are handled one by one: they say what is a view, and what is written in place
+            return decompose(op, args, kwargs)
         inputs, values = self.opened(args)
         by_keyword = bool(kwargs) and any(self.owns(v) and v.varies for v in kwargs.values())
         follows = (inputs or by_keyword) and not operator.constant and (self.reads is None or self.reads.follows)
@@ -130,9 +132,6 @@ class DerivativeLevel(AdoptingLevel):
                     "the computation with ordinary tensor operations (for a checkpoint: use_reentrant=False)",
                 )
         if not follows:
-            # Composite operators may return views or write in place: taken apart, their pieces are handled one by one.
-            if operator.taken_apart:
-                return decompose(op, args, kwargs)
             result = self.lower(op, values, self.unwrap(kwargs) if kwargs else kwargs)
             result = self.constant(result) if isinstance(result, torch.Tensor) else map_tracers(self.constant, result)
         else:
