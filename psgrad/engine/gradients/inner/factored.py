@@ -18,6 +18,9 @@ from psgrad.engine.gradients.inner.indexed import by_matches
 from psgrad.engine.gradients.inner.tiles import SIDE_BYTES, budget, halves, steps
 from psgrad.engine.gradients.terms import BLOCK_BYTES, Product, Rows, Term
 
+# A tile is as wide as may be, but not less high than this: measured, matrix products like it better than squares.
+_TALL = 256
+
 
 @dataclass(frozen=True)
 class Sides:
@@ -91,10 +94,11 @@ def _add_pair(out: torch.Tensor, x: Term, y: Term, scales: Scales, symmetric: bo
     if not t or not s:
         return
     groups = max((term.shape[0] for term in (x, y) if isinstance(term, Product)), default=1)
-    side = max(1, math.isqrt(room // (t * s * groups)))
-    for rows in steps(n, halves(n, symmetric, side)):
+    tile = max(1, room // (t * s * groups))  # pairs of samples
+    wide = max(math.isqrt(tile), tile // _TALL)
+    for rows in steps(n, halves(n, symmetric, max(1, tile // min(m, wide)))):
         right = slice(rows.start if symmetric else 0, m)  # of the diagonal
-        for columns in steps(m, max(1, room // (t * s * groups * (rows.stop - rows.start))), right):
+        for columns in steps(m, tile // (rows.stop - rows.start), right):
             for a in _pieces(x.at(rows), t):
                 for b in _pieces(y.at(columns), s):
                     out[rows, columns] += _scaled(tile_products(a, b), scales, rows, columns)

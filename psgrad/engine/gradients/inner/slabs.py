@@ -33,13 +33,8 @@ def _rows(term: Term) -> int:
     return 1
 
 
-def written_out(side: Sequence[Placed], elements: int, rows: slice | None = None, count: int = 1) -> torch.Tensor:
-    """[k, elements]: the sum of the terms; with `rows` those of `count` rows alone, [k, elements in them], of aligned terms."""
-    return torch.stack(parts).sum(0) if len(parts := written_parts(side, elements, rows, count)) > 1 else parts[0]
-
-
 def written_parts(side: Sequence[Placed], elements: int, rows: slice | None = None, count: int = 1) -> list[torch.Tensor]:
-    """As `written_out`, of each term by itself."""
+    """[k, elements] of each term; with `rows` those of `count` rows alone, [k, elements in them], which takes aligned terms."""
     if rows is None:
         return [placed.layout.apply(placed.term.materialise(), lead=1).reshape(placed.term.samples, elements) for placed in side]
     width = elements // count * (rows.stop - rows.start)

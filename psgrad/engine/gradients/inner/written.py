@@ -15,6 +15,8 @@ from psgrad.engine.gradients.terms import BLOCK_BYTES, CANCELLATION
 
 # Elements that one product may add up: measured, float32's error stays under 1e-6 of the gradients' lengths (of 1e6: 1e-5).
 LONGEST_SUM = 8192
+# Samples of the left side that are multiplied with those of the right at once: products of matrices reach their full rate.
+_LEFT_ROWS = 512
 # Lengths of gradients of which products of numbers are far from float32's limits.
 _SMALLEST, _LARGEST = 1e-13, 1e13
 
@@ -61,20 +63,20 @@ def bundled(regions: Sequence[Region]) -> Iterator[list[Region]]:
 def add_written(out: torch.Tensor, bundle: Sequence[Region], dtype: torch.dtype, *, symmetric: bool) -> tuple[Lengths, Lengths]:
     """Add the inner products over the regions to out [n, m] float64; where it is symmetric its lower half is left alone.
 
-    Each piece of a gradient is written out in `dtype`: of the right side for as many samples as may be kept, of the left for a block
-    after the other. Returns what was seen of the gradients of both sides; in the symmetric case of the right side alone.
+    Each piece of a gradient is written out in `dtype`: of the right side for as many samples as may be kept, of the left for some
+    after the others. Returns what was seen of the gradients of both sides; in the symmetric case of the right side alone.
     """
     n, m = out.shape
     seen = Lengths.zeros(n, out.device), Lengths.zeros(m, out.device)
     pieces = _pieces(bundle)
     bytes_per_row = dtype.itemsize * max(sum(width for *_, width in piece) for piece in pieces)
-    at_once = _rows_at_once(bytes_per_row, out.device)
-    for columns in steps(m, budget(SIDE_BYTES, out.device) // max(1, bytes_per_row)):
+    kept = max(1, budget(SIDE_BYTES, out.device) // max(1, bytes_per_row))
+    for columns in steps(m, kept):
         for piece in pieces:
-            right = _side(bundle, piece, 1, columns, at_once, dtype, seen[1])
+            right = _matrix(bundle, piece, 1, columns, dtype, seen[1])
             if symmetric:
                 _add_half(out[columns, columns], right)
-            for rows in steps(columns.start if symmetric else n, at_once):
+            for rows in steps(columns.start if symmetric else n, min(kept, _LEFT_ROWS)):
                 unseen = seen[0] if columns.start == 0 and not symmetric else None
                 _add_product(out[rows, columns], _matrix(bundle, piece, 0, rows, dtype, unseen), right)
     return (seen[1], seen[1]) if symmetric else seen
@@ -94,58 +96,49 @@ def _pieces(bundle: Sequence[Region]) -> list[Piece]:
     return [[(0, some, rows, columns * (some.stop - some.start))] for some in steps(rows, LONGEST_SUM // columns)]
 
 
-def _side(
-    bundle: Sequence[Region], piece: Piece, side: int, samples: slice, at_once: int, dtype: torch.dtype, seen: Lengths
-) -> torch.Tensor:
-    """[k, width]: one side's piece, made some samples at a time."""
-    count = samples.stop - samples.start
-    whole = torch.empty(count, sum(width for *_, width in piece), dtype=dtype, device=bundle[0].terms[0].device)
-    for some in steps(count, at_once):
-        place = slice(samples.start + some.start, samples.start + some.stop)
-        _matrix(bundle, piece, side, place, dtype, seen, whole[some])
+def _matrix(bundle: Sequence[Region], piece: Piece, side: int, samples: slice, dtype: torch.dtype, seen: Lengths | None) -> torch.Tensor:
+    """[k, width]: one side's piece of some samples' gradients, the regions side by side."""
+    width = sum(width for *_, width in piece)
+    region = bundle[piece[0][0]]
+    if len(piece) == 1 and len((region.left, region.right)[side]) == 1:
+        return _part(bundle, piece, side, samples, dtype, seen, None)
+    whole = torch.empty(samples.stop - samples.start, width, dtype=dtype, device=region.terms[0].device)
+    # some samples at a time: what is copied is still in the processor's cache
+    for some in steps(0, budget(BLOCK_BYTES, whole.device) // max(1, width * dtype.itemsize), samples):
+        _part(bundle, piece, side, some, dtype, seen, whole[some.start - samples.start : some.stop - samples.start])
     return whole
 
 
-def _matrix(
+def _part(
     bundle: Sequence[Region],
     piece: Piece,
     side: int,
     samples: slice,
     dtype: torch.dtype,
     seen: Lengths | None,
-    into: torch.Tensor | None = None,
+    into: torch.Tensor | None,
 ) -> torch.Tensor:
-    """[k, width]: one side's piece, the regions side by side; in `into` if it is given."""
-    count = samples.stop - samples.start
+    """As `_matrix`, in `into`, which is needed where there is more than one term."""
     alone: torch.Tensor | float = 0.0
     start = 0
     for place, rows, cut, width in piece:
         region = bundle[place]
         terms = [Placed(placed.term.at(samples, dtype), placed.layout) for placed in (region.left, region.right)[side]]
         parts = written_parts(terms, region.elements, rows, cut)
-        if into is None and len(piece) == len(parts) == 1:
+        if into is None:
             into = parts[0]
         else:
-            if into is None:
-                into = torch.empty(count, sum(width for *_, width in piece), dtype=dtype, device=parts[0].device)
-            column = into[:, start : start + width]
-            column.copy_(parts[0])
+            column = into[:, start : start + width].copy_(parts[0])
             for part in parts[1:]:
-                column.add_(part)
-        if len(parts) > 1 and seen is not None:  # what they are beyond what their sum is
-            squares = [torch.linalg.vector_norm(value, dim=1).double().square_() for value in (into[:, start : start + width], *parts)]
-            alone = alone + torch.stack(squares[1:]).sum(0) - squares[0]
+                column += part
+            if len(parts) > 1 and seen is not None:  # what the terms are beyond what their sum is
+                squares = [torch.linalg.vector_norm(value, dim=1).double().square_() for value in (column, *parts)]
+                alone = alone + torch.stack(squares[1:]).sum(0) - squares[0]
         start += width
     assert into is not None
     if seen is not None:
         seen.see(samples, torch.linalg.vector_norm(into, dim=1).double().square_(), alone)
     return into
-
-
-def _rows_at_once(bytes_per_row: int, device: torch.device) -> int:
-    """Samples whose gradients fit a block, a multiple of 32 where they are many: matrix products like that."""
-    fitting = budget(BLOCK_BYTES, device) // max(1, bytes_per_row)
-    return max(1, fitting if fitting < 32 else fitting - fitting % 32)
 
 
 def _add_half(out: torch.Tensor, matrix: torch.Tensor) -> None:
