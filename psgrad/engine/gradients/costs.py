@@ -1,8 +1,8 @@
 """What work costs: a machine's measured constants, and the seconds that products, passes over memory and convolutions take on it.
 
-The model is a roofline with small print: a matrix product takes its floating-point operations at the rate that its thinnest axis allows,
-or the time its operands need to move, whichever is longer, and something for each matrix of a batch; everything else takes the time its
-bytes need; and each kernel has a cost of being called at all. Williams, Waterman and Patterson, "Roofline: An Insightful Visual
+The model is a roofline with small print: a matrix product takes its floating-point operations at the rate that its thin axes leave, the
+time its operands need to move, and something for each matrix of a batch; everything else takes the time its bytes need; and each kernel
+has a cost of being called at all. Williams, Waterman and Patterson, "Roofline: An Insightful Visual
 Performance Model for Multicore Architectures" (2009), is the source of the idea.
 
 A price is an estimate. Choices that follow from it change how fast a number comes, and its last digits, never more.
@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+# What was read before, and is not fresh memory, comes no slower than from a result of this many bytes.
+_CACHES = 1 << 24
 # Sizes at which the rate of thin matrices is measured; from the last on an axis is no obstacle.
 THIN_SIZES = (1, 4, 16, 64, 256)
 
@@ -90,18 +92,18 @@ class Machine:
         operations = 2.0 * batch * rows * columns * inner
         if not operations:
             return self.call_seconds
-        share = min(
+        share = math.prod(
             _interpolated(THIN_SIZES, shares, size)
             for shares, size in ((self.thin_rows, rows), (self.thin_columns, columns), (self.thin_inner, inner))
         )
         moved = batch * (rows * columns + rows * inner + inner * columns) * dtype.itemsize
-        largest = batch * max(rows * columns, rows * inner, inner * columns) * dtype.itemsize
+        written = batch * rows * columns * dtype.itemsize
         compute = operations / (self.product_rate(dtype) * share)
-        return self.call_seconds + (batch - 1) * self.matrix_seconds + max(compute, moved / self.bandwidth(largest))
+        return self.call_seconds + (batch - 1) * self.matrix_seconds + compute + moved / self.bandwidth(max(written, min(moved, _CACHES)))
 
     def stream_seconds(self, moved: float, result: float | None = None) -> float:
         """A kernel that reads and writes so many bytes, the result among them (a third of them, where it is not said)."""
-        return self.call_seconds + moved / self.bandwidth(moved / 3 if result is None else result)
+        return self.call_seconds + moved / self.bandwidth(moved / 3 if result is None else max(result, min(moved, _CACHES)))
 
     def scattered_seconds(self, moved: float) -> float:
         """A kernel that moves so many bytes to or from where an index says."""

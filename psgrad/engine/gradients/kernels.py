@@ -80,7 +80,7 @@ class Kernel:
             return machine.scattered_seconds(self.moved)
         if self.kind == "transcendental":
             return machine.transcendental_seconds(self.elements, self.moved)
-        return machine.stream_seconds(self.moved, max(self.result, min(self.moved, 1 << 24)))
+        return machine.stream_seconds(self.moved, self.result)
 
 
 def kernel_of(op: Op, args: Any, kwargs: Any, results: Any, fresh: int) -> Kernel:
