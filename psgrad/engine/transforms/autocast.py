@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_map
 
 from psgrad.engine.transforms.operators import Op, aten
 
@@ -35,7 +35,6 @@ WHOLE: frozenset[Op] = frozenset(
 )
 """What autocast would cast the products of, and we run in one piece."""
 
-
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -45,12 +44,11 @@ def cast(args: Any, kwargs: Any) -> Any:
     Where all is float32 it stays so, which is slower than autocast and more exact: whether autocast is on is hidden from those who see
     operators, as PyTorch turns it off for them. That it is around somewhere is not.
     """
-    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
     halves = {x.dtype for x in tensors if x.dtype in _HALVES}
     if len(halves) != 1 or all(x.dtype != torch.float32 for x in tensors) or not _inside_autocast():
         return args, kwargs
     kind = halves.pop()
-
     return tree_map(lambda x: x.to(kind) if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x, (args, kwargs))
 
 
