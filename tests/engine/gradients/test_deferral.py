@@ -169,6 +169,8 @@ PROGRAMS: dict[str, Program] = {
     "repeated": of(lambda x, w: F.linear(x, w.repeat(2, 1)), (3, 4), w=(3, 4), kinds={"w": "Product"}),
     "repeated by view": of(lambda x, w: F.linear(x, w.expand(2, 3, 4).reshape(6, 4)), (3, 4), w=(3, 4), kinds={"w": "Product"}),
     "flipped": of(lambda x, w: F.linear(x, w.flip(0)), w=(5, 4), kinds={"w": "Product"}),
+    "flipped table": looking_up(lambda i, w: F.embedding(i, w.flip(0)), 3, w=(5, 4), kinds={"w": "Rows"}),
+    "flipped mask": of(lambda x, w: F.linear(x, (w * MASK).flip(1)), w=(5, 4), kinds={"w": "Hadamard"}),
     # -- sums and products with what is shared
     "sum of two": of(lambda x, v, w: F.linear(x, v + w), v=(5, 4), w=(5, 4), kinds={"v": "Product", "w": "Product"}),
     "sum with its transpose": of(lambda x, w: F.linear(x, w + w.t()), w=(4, 4), kinds={"w": "Product"}),

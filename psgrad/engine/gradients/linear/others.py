@@ -17,6 +17,8 @@ from psgrad.engine.gradients.placed import Placed
 from psgrad.engine.gradients.terms import Convolution, Dense, Hadamard, Multiples, Product, Rows, Term
 from psgrad.engine.gradients.terms.grouped import times_shared
 
+aten = torch.ops.aten
+
 
 class DenseMaps(Maps):
     """Of `Dense`: what PyTorch does."""
@@ -31,6 +33,11 @@ class DenseMaps(Maps):
 
     def times(self, term: Dense, layout: Layout, by: torch.Tensor, product: Multiply, *, each: bool) -> Placed | None:
         return Placed.plain(replace(term, value=product(layout.apply(term.value, lead=1), by if each else by.unsqueeze(0))))
+
+    def scatter(self, term: Dense, layout: Layout, dim: int, index: torch.Tensor, size: int) -> Placed | None:
+        value = layout.apply(term.value, lead=1)
+        shape = [size if d == dim + 1 else length for d, length in enumerate(value.shape)]
+        return Placed.plain(replace(term, value=aten.index_select_backward.default(value, shape, dim + 1, index)))
 
     def contract(self, term: Dense, layout: Layout, dim: int, matrix: torch.Tensor) -> Placed | None:
         if matrix.dim() != 2:
@@ -98,6 +105,13 @@ class MultiplesMaps(Maps):
         if each:
             return Placed.plain(Multiples(product(found.coefficients, by), found.shared))
         return Placed.plain(Multiples(found.coefficients, product(found.shared, by)))
+
+    def scatter(self, term: Multiples, layout: Layout, dim: int, index: torch.Tensor, size: int) -> Placed | None:
+        found = labelled(term, layout)
+        if found is None or found.coefficients.shape[dim + 1] != 1:
+            return None
+        shape = [size if d == dim else length for d, length in enumerate(found.shape)]
+        return Placed.plain(Multiples(found.coefficients, aten.index_select_backward.default(found.shared, shape, dim, index)))
 
     def contract(self, term: Multiples, layout: Layout, dim: int, matrix: torch.Tensor) -> Placed | None:
         found = labelled(term, layout)

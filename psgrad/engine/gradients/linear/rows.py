@@ -99,6 +99,13 @@ class RowsMaps(Maps):
             cut.rows = product(cut.rows, spread[cut.index])
         return cut.placed()
 
+    def scatter(self, term: Rows, layout: Layout, dim: int, index: torch.Tensor, size: int) -> Placed | None:
+        cut = Cut.of(term, layout)
+        if cut is None or cut.axes[dim] != [cut.table]:
+            return None
+        cut.index, cut.count, cut.shape[dim] = index[cut.index], size, size
+        return cut.placed()
+
     def contract(self, term: Rows, layout: Layout, dim: int, matrix: torch.Tensor) -> Placed | None:
         cut = Cut.of(term, layout)
         if cut is None or matrix.dim() != 2:
