@@ -98,9 +98,9 @@ class Contest:
         left, right = (torch.randn(size, side, device=gradient.device) for size in gradient.shape[1:])
         return (left.t() @ gradient @ right).flatten(1)
 
-    def error(self, kind: str) -> float:
-        """Root mean square error of inner products of two samples, over the product of their norms."""
-        rows = self.ours(kind).double()
+    def error(self, rows: Tensor) -> float:
+        """Root mean square error of inner products of two projected samples, over the product of their norms."""
+        rows = rows.double()
         exact = sum(
             ((left @ left.t()) * (right @ right.t()) if right is not None else left @ left.t() for left, right in self._factors()),
             start=torch.zeros(len(rows), len(rows), dtype=torch.float64, device=rows.device),
@@ -136,16 +136,19 @@ def peak(arguments: argparse.Namespace, kind: str, way: str) -> int | None:
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
-def measure(contest: Contest, kind: str, arguments: argparse.Namespace) -> dict[str, Found]:
-    """Both ways in turn; the dense ones once, as they take their time."""
+def measure(contest: Contest, kind: str, arguments: argparse.Namespace) -> tuple[dict[str, Found], float]:
+    """Both ways in turn, the dense ones once, as they take their time; and the error of psgrad's numbers."""
     rounds = 1 if kind == "rademacher" else arguments.rounds
+    error = math.nan
     taken: dict[str, list[float]] = {way: [] for way in contest.ways(kind)}
     for number in range(rounds + (kind != "rademacher")):
         for way, call in contest.ways(kind).items():
-            spent = seconds(call, 1, arguments.device) * contest.share(kind, way)
+            rows: list[Tensor] = []
+            spent = seconds(lambda call=call, rows=rows: rows.append(call()), 1, arguments.device) * contest.share(kind, way)
+            error = contest.error(rows[0]) if way == "psgrad" else error
             if number or kind == "rademacher":  # a first call is thrown away
                 taken[way].append(spent)
-    return {way: Found(median(times), peak(arguments, kind, way)) for way, times in taken.items()}
+    return {way: Found(median(times), peak(arguments, kind, way)) for way, times in taken.items()}, error
 
 
 def print_rows(contest: Contest, kind: str, found: dict[str, Found], error: float) -> None:
@@ -187,8 +190,7 @@ def main() -> None:
     print(f"  {'':<20}{'a batch':>12}{'a sample':>15}{'peak':>13}{'of one sample gradient':>24}")
     results: dict[str, Any] = {}
     for kind in arguments.only:
-        found = measure(contest, kind, arguments)
-        error = contest.error(kind)
+        found, error = measure(contest, kind, arguments)
         print_rows(contest, kind, found, error)
         results[kind] = {"error": error, **{way: asdict(numbers) for way, numbers in found.items()}}
     if arguments.json is not None:
