@@ -87,6 +87,7 @@ class Known(NamedTuple):
     batching: Callable[..., Any] | None
     constant: bool
     taken_apart: bool
+    tables: tuple[Any, Any, Any]  # from which this was read
 
 
 _known: dict[int, Known] = {}  # by id, as are the facts
@@ -94,11 +95,15 @@ _known: dict[int, Known] = {}  # by id, as are the facts
 
 def known(op: Op) -> Known:
     found = _known.get(id(op))
-    if found is None:
-        said = facts(op)
-        writes = bool(said.mutated or said.mutated_kwargs)
-        found = Known(op, said, writes, derivative_rule(op), batching_rule(op), is_constant(op), taken_apart(op))
-        _known[id(op)] = found
+    if found is not None:
+        derivatives, batchings, constants = found.tables
+        if derivatives is _derivatives and batchings is _batchings and constants is _constants:
+            return found
+    said = facts(op)
+    writes = bool(said.mutated or said.mutated_kwargs)
+    tables = _derivatives, _batchings, _constants
+    found = Known(op, said, writes, derivative_rule(op), batching_rule(op), is_constant(op), taken_apart(op), tables)
+    _known[id(op)] = found
     return found
 
 
@@ -119,6 +124,7 @@ def define(
     same: for a random operator on a mapped value, what to run where all samples share one draw (randomness='same'): a function of `draw`
     (`draw(op, *args)` is what all samples share), the operator and its arguments, on which it may call operators as they are.
     """
+    _known.clear()
     for op in ops:
         if same is not None:
             assert op not in _shared_draws, op
@@ -134,7 +140,6 @@ def define(
 def constant(*ops: Op, batch: Callable[..., Any] | None = None, same: Callable[..., Any] | None = None) -> None:
     """Declare operators whose result has zero derivative everywhere (comparisons, indices, fresh tensors)."""
     _constants.update(ops)
-    _known.clear()
     define(*ops, batch=batch, same=same)
 
 
@@ -158,12 +163,13 @@ def derivative_rule(op: Op) -> DerivativeRule | None:
 
 
 def forget_derivative(op: Op) -> None:
+    _known.clear()
     _derivatives.pop(op, None)
     _constants.discard(op)
-    _known.clear()
 
 
 def forget_batching(op: Op) -> None:
+    _known.clear()
     _batchings.pop(op, None)
 
 
