@@ -36,9 +36,16 @@ PRIVATE: dict[str, tuple[str, ...]] = {
     ),
     "torch._decomp": ("decomposition_table",),
     "torch._prims_common": ("is_non_overlapping_and_dense_or_false",),
-    "torch._subclasses.fake_tensor": ("FakeTensor", "FakeTensorMode"),
+    "torch._subclasses.fake_tensor": ("DataDependentOutputException", "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode"),
     "torch.utils._python_dispatch": ("TorchDispatchMode", "_disable_current_modes", "_get_current_dispatch_mode", "_pop_mode_temporarily"),
-    "torch.utils._pytree": ("_broadcast_to_and_flatten", "register_pytree_node", "tree_flatten", "tree_map", "tree_unflatten"),
+    "torch.utils._pytree": (
+        "_broadcast_to_and_flatten",
+        "register_pytree_node",
+        "tree_flatten",
+        "tree_leaves",
+        "tree_map",
+        "tree_unflatten",
+    ),
 }
 
 
