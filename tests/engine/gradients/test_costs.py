@@ -53,11 +53,13 @@ def test_larger_products_cost_no_less(batch: int, rows: int, columns: int, inner
     assert on.matmul_seconds(*shape, torch.float32) >= 0.7 * smaller
 
 
-def test_a_large_product_takes_its_operations_at_the_measured_rate() -> None:
-    on = machines.built_in(CPU)
-    for dtype in (torch.float32, torch.float64):
-        expected = 2 * 4000**3 / on.product[str(dtype).removeprefix("torch.")]
-        assert on.matmul_seconds(1, 4000, 4000, 4000, dtype) == pytest.approx(expected, rel=1e-3)
+def test_a_large_product_takes_its_operations_and_its_bytes_at_the_measured_rates() -> None:
+    on = dataclasses.replace(machines.built_in(CPU), product={"float32": 1e11}, stream=((1e9, 1e10),), call_seconds=1e-6)
+    for dtype, rate in ((torch.float32, 1e11), (torch.float64, 5e10), (torch.bfloat16, 1e11)):  # of the last two nothing is known
+        expected = 1e-6 + 2 * 4000**3 / rate + 3 * 4000**2 * dtype.itemsize / 1e10
+        assert on.matmul_seconds(1, 4000, 4000, 4000, dtype) == pytest.approx(expected, rel=1e-6)
+    thin = dataclasses.replace(on, thin_inner=(0.05, 1.0, 1.0, 1.0, 1.0))
+    assert thin.matmul_seconds(1, 4000, 4000, 1, torch.float32) > on.matmul_seconds(1, 4000, 4000, 1, torch.float32)
 
 
 def test_a_pass_over_memory_takes_its_bytes_at_the_measured_rate() -> None:
