@@ -53,6 +53,8 @@ UNITS = {
     "width": "width of a layer",
     "depth": "layers",
 }
+# Rows of a first run that is not timed: so many that the automatic chunk is predicted.
+WARM_ROWS = 3_000
 Job = Callable[[], Any]
 Chunking = int | Literal["auto"]
 
@@ -196,8 +198,8 @@ def time_axis(axis: Axis, rounds: int, device: torch.device) -> dict[str, list[l
     jobs = {size: axis.jobs(size, device) for size in axis.sizes}
     series = list(jobs[axis.sizes[0]])
     times: dict[str, list[list[float]]] = {name: [[] for _ in axis.sizes] for name in series}
-    for name in series:  # code is loaded and kernels are chosen on a first call
-        for size in axis.sizes if axis.name != "samples" else axis.sizes[:2]:
+    for name in series:  # code is loaded, kernels are chosen and chunks predicted on a first call
+        for size in axis.sizes if axis.name != "samples" else [rows for rows in axis.sizes if rows <= WARM_ROWS]:
             jobs[size][name]()
     for _ in range(rounds):
         for place, size in enumerate(axis.sizes):
