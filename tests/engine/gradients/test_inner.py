@@ -118,7 +118,8 @@ def tied_pairs(draw: st.DrawFn) -> tuple[list[Gradient], tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(
-    ("way", "block", "side"), [(GRAM, 1, 1), (GRAM, 2000, 500), (MATCHES, 300, 1), (WRITTEN, 1, 1), (WRITTEN, 400, 900)]
+    ("way", "block", "side"),
+    [(GRAM, 1, 1), (GRAM, 2000, 500), (MATCHES, 300, 1), (MATCHES, 300, 64 << 20), (WRITTEN, 1, 1), (WRITTEN, 400, 900)],
 )
 @given(drawn=st.one_of(product_pairs(), table_pairs(), tied_pairs()), permuted=st.booleans())
 def test_every_way_gives_the_products_of_the_written_out_values(

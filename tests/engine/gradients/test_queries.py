@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -293,6 +293,7 @@ def assert_every_query(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=20)
 @given(data=st.data(), n=counts, m=counts)
 def test_every_query_is_that_of_the_materialised_gradients(kind: str, data: st.DataObject, n: int, m: int, device: torch.device) -> None:
     drawn = data.draw(KINDS[kind]())
