@@ -212,5 +212,6 @@ def test_peak_memory_is_that_of_one_chunk_and_does_not_grow_with_the_dataset() -
         print(*peaks)
     """)
     factors = chunk * width * layers * 4  # of one chunk: what goes into each layer
-    assert factors / 2 < small - few < 5 * factors  # all chunks' are ten times that, or a hundred times
-    assert large - small < count * width * 4 / 2  # the large dataset's rows take ten times that
+    # All chunks' are ten times that, or a hundred times.
+    assert factors / 2 < small - few < 5 * factors, (few, small, large)
+    assert large - small < 10 * count * width * 4 / 4, (few, small, large)  # a quarter of what the large dataset's rows take
