@@ -7,6 +7,7 @@ for a few samples at a time.
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -160,17 +161,30 @@ def square_norm(value: torch.Tensor) -> torch.Tensor:
     Read once and not written: the norms of short runs, which are squared and added up pairwise. The norm of a whole value adds up
     in a row, and with millions of float32 its error reaches 1e-4.
     """
-    value = accumulating(value).flatten(1) if value.dim() > 1 else accumulating(value).unsqueeze(1)
-    length = value.shape[1]
-    whole = length // _RUN * _RUN
-    if not whole:
-        return (value * value).sum(1)
-    squares = torch.linalg.vector_norm(value[:, :whole].reshape(-1, whole // _RUN, _RUN), dim=2).square().sum(1)
-    return squares if whole == length else squares + value[:, whole:].square().sum(1)
+    value = accumulating(value)
+    n, length = value.shape[0], value.shape[1:].numel()
+    runs, rest = _runs(length)
+    if not runs:
+        return (value * value).flatten(1).sum(1) if value.dim() > 1 else value * value
+    if not rest:
+        return torch.linalg.vector_norm(value.reshape(n, runs, -1), dim=2).square().sum(1)
+    value = value.flatten(1)
+    whole = value[:, : length - rest].reshape(n, runs, -1)
+    return torch.linalg.vector_norm(whole, dim=2).square().sum(1) + value[:, length - rest :].square().sum(1)
 
 
 # Squares added up in a row before the pairwise sum takes over.
 _RUN = 512
+
+
+@functools.lru_cache(maxsize=4096)
+def _runs(length: int) -> tuple[int, int]:
+    """How many runs a value is cut into, and how many entries are left over: none, if runs of nearly that length leave none."""
+    least = length // _RUN
+    for runs in range(max(least, 1), least + 9):
+        if least and length % runs == 0:
+            return runs, 0
+    return least, length - least * _RUN
 
 
 def sums_of_grams(term: Term, left: torch.Tensor, right: torch.Tensor, groups: int) -> torch.Tensor:
