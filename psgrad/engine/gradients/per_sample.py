@@ -13,6 +13,7 @@ from psgrad.engine.gradients.norms import square_norms
 from psgrad.engine.gradients.placed import term_of
 from psgrad.engine.gradients.queries import PerSampleGradients, SquareNorms, merged
 from psgrad.engine.gradients.settling import settled
+from psgrad.engine.gradients.terms import Dense
 from psgrad.engine.transforms import generators
 from psgrad.engine.transforms.batching import BatchLevel
 from psgrad.engine.transforms.branching import Divergence, WriteWatch
@@ -83,32 +84,34 @@ def per_sample_square_norms(
 class NormsByName:
     """Squared norms, parameter by parameter as the pass back completes them.
 
-    Small gradients wait for one another, so that their norms are vetted in one go.
+    Small values (biases and the like) wait for one another: their norms are one sum in float64, which needs no vetting.
     """
 
     def __init__(self) -> None:
         self.found: dict[str, torch.Tensor] = {}
         self.computed_as: dict[str, str] = {}
-        self._waiting: dict[str, DeferredGradient] = {}
+        self._waiting: dict[str, torch.Tensor] = {}
 
     def add(self, name: str, gradient: DeferredGradient) -> None:
-        self.computed_as[name] = gradient.describe()
-        if not gradient.terms:
-            return
-        if gradient.shape.numel() <= _SMALL:
-            self._waiting[name] = gradient
-        else:
+        terms = gradient.terms
+        if len(terms) == 1 and type(terms[0].term) is Dense and gradient.shape.numel() <= _SMALL:
+            self._waiting[name] = terms[0].term.value.flatten(1) if gradient.shape else terms[0].term.value.reshape(-1, 1)
+        elif terms:
             self.found[name] = square_norms([gradient])[0]
+        self.computed_as[name] = gradient.describe()
 
     def of(self, names: Iterable[str], losses: torch.Tensor, aux: Any) -> SquareNorms:
         """Those of all parameters, in order."""
-        self.found |= zip(self._waiting, square_norms(list(self._waiting.values())), strict=True)
-        self._waiting.clear()
+        if self._waiting:
+            values = list(self._waiting.values())
+            squares = torch.cat(values, 1).to(torch.float64).square_()
+            sums = [part.sum(1) for part in squares.split([value.shape[1] for value in values], 1)]
+            self.found |= zip(self._waiting, sums, strict=True)
         zero = torch.zeros(losses.shape, dtype=torch.float64, device=losses.device)
         return SquareNorms({name: self.found.get(name, zero) for name in names}, losses, aux, self.computed_as)
 
 
-# Entries of a parameter whose gradients may wait for their norms: biases and the like.
+# Entries of a parameter whose gradients may wait for their norms.
 _SMALL = 1024
 
 

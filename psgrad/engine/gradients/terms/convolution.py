@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from psgrad.engine.gradients.costs import Cost, Machine
+from psgrad.engine.gradients.costs import Cost, Machine, cheapest
 from psgrad.engine.gradients.machines import machine
 from psgrad.engine.gradients.terms.base import (
     Term,
@@ -87,6 +87,11 @@ class Convolution(Term):
         grouped = grouped_kernel_is_fast(self.cotangents, self.weight_shape, self.geometry)
         return _norm_ways(machine(self.device), self._sizes(), accumulating_dtype(self.dtype), grouped, block_bytes(self.device))
 
+    def way(self) -> str:
+        on, kind = machine(self.device), accumulating_dtype(self.dtype)
+        grouped = grouped_kernel_is_fast(self.cotangents, self.weight_shape, self.geometry)
+        return _cheapest_way(on, self._sizes(), kind, grouped, block_bytes(self.device))
+
     def _blocks(self) -> Iterator[slice]:
         """Samples whose weight gradients, and patches where they have to be written out, fit a block."""
         elements = math.prod(self.weight_shape)
@@ -96,12 +101,11 @@ class Convolution(Term):
         return blocks(self.samples, elements * max(self.dtype.itemsize, 4), self.device)
 
     def square_norms(self) -> torch.Tensor:
-        ways = self.ways()
         if self.way() == "materialise":
             return self.materialised_square_norms()
         kind = accumulating_dtype(self.dtype)
         parts = []
-        for block in blocks(self.samples, ways["gram"].bytes, self.device):
+        for block in blocks(self.samples, self.ways()["gram"].bytes, self.device):
             some = self.at(block, kind)
             cotangents, patches = grams(some.cotangents, some.inputs, self.weight_shape, self.geometry)
             parts.append(sums_of_grams(some, cotangents, patches, self.geometry.groups))
@@ -175,3 +179,8 @@ def _norm_ways(on: Machine, sizes: Sizes, dtype: torch.dtype, grouped: bool, blo
         written = places * on.matmul_seconds(m * groups, rows, columns, positions, dtype)
     written += on.stream_seconds(m * value, m * value)
     return {"gram": Cost(by_grams / n, grams), "materialise": Cost(written / m, value)}
+
+
+@functools.lru_cache(maxsize=4096)
+def _cheapest_way(on: Machine, sizes: Sizes, dtype: torch.dtype, grouped: bool, block: int) -> str:
+    return cheapest(_norm_ways(on, sizes, dtype, grouped, block), block)
