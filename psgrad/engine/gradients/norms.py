@@ -15,6 +15,8 @@ from psgrad.engine.gradients.terms import CANCELLATION, Term
 
 # Squares leave float32's range long before gradients do.
 _TINY = 1e-30
+# Norms that Python looks through sooner than a kernel is called.
+_FEW = 128
 
 
 def square_norms(gradients: Sequence[DeferredGradient]) -> list[Any]:
@@ -53,10 +55,8 @@ def reliable_square_norms(terms: Sequence[Term]) -> list[torch.Tensor]:
     norms = torch.stack(found) if len(found) > 1 else found[0].unsqueeze(0)
     if is_trusting():
         return list(norms)
-    if not is_noting() and norms.numel():
-        smallest, largest = torch.stack(torch.aminmax(norms)).tolist()  # NaN counts as both
-        if smallest >= _TINY and largest < math.inf:
-            return list(norms)
+    if not is_noting() and norms.numel() and _all_in_range(norms):
+        return list(norms)
     doubtful = ~torch.isfinite(norms) | (norms < _TINY)
     rounded = [place for place, term in enumerate(terms) if term.dtype != torch.float64]
     if is_noting():  # a doubt costs a whole chunk: true zeros and infinities are sorted out at once
@@ -67,6 +67,14 @@ def reliable_square_norms(terms: Sequence[Term]) -> list[torch.Tensor]:
             if len(samples := samples_where(doubtful[place])):
                 _retake(terms[place], norms[place], samples)
     return list(norms)
+
+
+def _all_in_range(norms: torch.Tensor) -> bool:
+    """Whether no norm is in doubt, at the least cost."""
+    if norms.device.type == "cpu" and norms.numel() <= _FEW:
+        return all(_TINY <= norm < math.inf for norm in norms.flatten().tolist())
+    smallest, largest = torch.stack(torch.aminmax(norms)).tolist()  # NaN counts as both
+    return bool(smallest >= _TINY and largest < math.inf)
 
 
 def _retake(term: Term, norms: torch.Tensor, samples: torch.Tensor) -> None:

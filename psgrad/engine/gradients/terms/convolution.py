@@ -113,19 +113,29 @@ class Convolution(Term):
 
     def materialised_square_norms(self) -> torch.Tensor:
         kind = accumulating_dtype(self.dtype)
-        if grouped_kernel_is_fast(self.cotangents, self.weight_shape, self.geometry) or writes_patches(
-            self.cotangents, self.weight_shape, self.geometry
-        ):
-            return super().materialised_square_norms()
-        some = self.at(slice(None), kind)
+        some = self if kind == self.dtype else self.at(slice(None), kind)
+        if some._in_one_product:
+            return joined([square_norm(part) for part in some._written_out()], some)
         total = torch.zeros(self.samples, dtype=kind, device=self.device)
         for _, part in shifted(some.cotangents, some.inputs, self.weight_shape, self.geometry):
             total += square_norm(part)
         return total
 
+    @property
+    def _in_one_product(self) -> bool:
+        """Whether all places of the kernel come out of one kernel or product, not one after the other."""
+        written = self.cotangents, self.weight_shape, self.geometry
+        return grouped_kernel_is_fast(*written) or writes_patches(*written)
+
+    def _written_out(self) -> Iterator[torch.Tensor]:
+        """[k, *shape] for one block of samples after the other."""
+        for block in self._blocks():
+            whole = block == slice(0, self.samples)
+            cotangents, inputs = (self.cotangents, self.inputs) if whole else (self.cotangents[block], self.inputs[block])
+            yield weight_gradients(cotangents, inputs, self.weight_shape, self.geometry)
+
     def materialise(self) -> torch.Tensor:
-        parts = [weight_gradients(self.cotangents[block], self.inputs[block], self.weight_shape, self.geometry) for block in self._blocks()]
-        return joined(parts, self, self.weight_shape)
+        return joined(list(self._written_out()), self, self.weight_shape)
 
     def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
         g, x = accumulating(self.cotangents), accumulating(self.inputs)
