@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.gradients import machines
-from psgrad.engine.gradients.calibration import measure
+from psgrad.engine.gradients.planning import machines
+from psgrad.engine.gradients.planning.calibration import measure
 from psgrad.engine.gradients.terms import Product
 
 SIZES = ((16, 16), (64, 64), (64, 576), (256, 256), (256, 1024), (1024, 1024), (10, 512), (8192, 64))

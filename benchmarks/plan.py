@@ -27,10 +27,10 @@ from norms import CASES, draw_images, draw_tokens, draw_vectors
 from torch import Tensor
 
 from psgrad.config import load_config
-from psgrad.engine.gradients import machines, per_sample_gradients, per_sample_square_norms
-from psgrad.engine.gradients.calibration import measure
-from psgrad.engine.gradients.forecast import forecast
-from psgrad.engine.gradients.plan import predict
+from psgrad.engine.gradients.planning import machines, per_sample_gradients, per_sample_square_norms
+from psgrad.engine.gradients.planning.calibration import measure
+from psgrad.engine.gradients.planning.forecast import forecast
+from psgrad.engine.gradients.planning.plan import predict
 from psgrad.engine.gradients.streaming import Stream
 from psgrad.engine.objective import Objective
 from psgrad.inputs.data import load_data

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from psgrad.config import Config
-from psgrad.engine.gradients import machines
-from psgrad.engine.gradients.calibration import measure
-from psgrad.engine.gradients.costs import Machine
-from psgrad.engine.gradients.forecast import Forecast, forecast
+from psgrad.engine.gradients.planning import machines
+from psgrad.engine.gradients.planning.calibration import measure
+from psgrad.engine.gradients.planning.costs import Machine
+from psgrad.engine.gradients.planning.forecast import Forecast, forecast
 from psgrad.engine.gradients.streaming import Columns, Stream
 from psgrad.engine.measures.norms import GradientNorms
 from psgrad.engine.measures.predictions import Predictions, summary_for

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from psgrad.engine.gradients import machines
+from psgrad.engine.gradients.planning import machines
 from psgrad.reports.planning import amount, duration
 from tests.workplace import Outcome, Workplace
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from psgrad.engine.gradients.deferral.linear import narrowed
 from psgrad.engine.gradients.layout import Run
-from psgrad.engine.gradients.linear import narrowed
 from psgrad.engine.gradients.placed import Placed
 
 

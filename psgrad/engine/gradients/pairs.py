@@ -7,7 +7,7 @@ import math
 import torch
 
 from psgrad.engine.gradients.deferral import Placed, oriented
-from psgrad.engine.gradients.linear import labelled, times
+from psgrad.engine.gradients.deferral.linear import labelled, times
 from psgrad.engine.gradients.meeting import meet
 from psgrad.engine.gradients.terms import (
     Convolution,

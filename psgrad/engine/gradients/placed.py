@@ -37,7 +37,8 @@ class DeferredGradient:
     @classmethod
     def of(cls, term: Term, shape: tuple[int, ...] | torch.Size) -> DeferredGradient:
         layout = Layout.identity(term.shape).reshape(shape) if tuple(shape) != term.shape else Layout.identity(term.shape)
-        assert layout is not None
+        if layout is None:  # nothing in it
+            term, layout = Dense(term.factors[0].new_zeros(term.samples, *shape)), Layout.identity(shape)
         return cls((Placed(term, layout),), torch.Size(shape), term.dtype, term.device)
 
     def with_terms(self, terms: list[Placed], shape: tuple[int, ...] | torch.Size | None = None) -> DeferredGradient:

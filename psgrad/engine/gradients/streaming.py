@@ -18,7 +18,7 @@ import torch
 from psgrad.engine.gradients.loading import Batch, Chunk, Loader, Placed, Read, placed
 from psgrad.engine.gradients.memory import chunk_budget, is_out_of_memory
 from psgrad.engine.gradients.per_sample import per_sample_gradients, per_sample_square_norms
-from psgrad.engine.gradients.plan import chunk_for, predict
+from psgrad.engine.gradients.planning.plan import chunk_for, predict
 from psgrad.engine.gradients.queries import PerSampleGradients
 from psgrad.engine.gradients.replay import Replay
 from psgrad.engine.transforms.program import Compiler

@@ -44,7 +44,7 @@ class Deferred(Protocol):
 
 
 class Deferral(Protocol):
-    """What a level may put off. See engine/gradients/deferral.py for the one policy there is."""
+    """What a level may put off. See engine/gradients/deferral/__init__.py for the one policy there is."""
 
     def starts(self, op: Op) -> bool:
         """Whether `op` may begin a deferred value."""

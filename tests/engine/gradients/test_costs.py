@@ -14,9 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psgrad.engine.gradients import machines
-from psgrad.engine.gradients.calibration import measure
-from psgrad.engine.gradients.costs import Cost, Machine, cheapest, machine_of, norm_ways
+from psgrad.engine.gradients.planning import machines
+from psgrad.engine.gradients.planning.calibration import measure
+from psgrad.engine.gradients.planning.costs import Cost, Machine, cheapest, machine_of, norm_ways
 from psgrad.engine.gradients.terms import BLOCK_BYTES, Convolution, Dense, Product, Rows
 from psgrad.engine.transforms.rules.convolution import Geometry
 from psgrad.errors import ConfigError

@@ -541,3 +541,13 @@ def test_no_value_of_the_size_of_samples_times_weight_is_made(name: str) -> None
         per_sample_square_norms(program.loss, params, *batch)
     weight = max(TALL * WIDE, *(value.numel() for value in params.values()))
     assert seen.elements < MANY * weight / 4
+
+
+def test_a_part_of_a_weight_with_nothing_in_it_adds_nothing() -> None:
+    weight, rows = {"w": torch.randn(4, 3, dtype=torch.float64)}, torch.randn(5, 2, 3, dtype=torch.float64)
+
+    def loss(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return (x @ params["w"][4:].t()).sum() + (x @ params["w"].t()).square().sum()
+
+    found = per_sample_gradients(loss, weight, rows).materialise()["w"]
+    torch.testing.assert_close(found, torch.einsum("nta,ntb->nab", 2 * rows @ weight["w"].t(), rows), rtol=1e-10, atol=1e-10)

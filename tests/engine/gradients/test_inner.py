@@ -16,14 +16,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients import terms as term_kinds
-from psgrad.engine.gradients.costs import Machine
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed
 from psgrad.engine.gradients.inner import prices, products, tiles
 from psgrad.engine.gradients.inner.prices import GRAM, MATCHES, WRITTEN
 from psgrad.engine.gradients.inner.regions import regions
 from psgrad.engine.gradients.inner.written import LONGEST_SUM
 from psgrad.engine.gradients.layout import Layout
-from psgrad.engine.gradients.machines import built_in
+from psgrad.engine.gradients.planning.costs import Machine
+from psgrad.engine.gradients.planning.machines import built_in
 from psgrad.engine.gradients.terms import Convolution, Dense, Product, Rows, Term
 from psgrad.engine.transforms.rules.convolution import Geometry
 from tests.engine.gradients.test_terms import cancelling, largest_of

@@ -16,9 +16,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.models import GPT, cnn, mlp, resnet
 from psgrad.engine.gradients import per_sample_gradients, per_sample_square_norms
-from psgrad.engine.gradients.forecast import forecast
-from psgrad.engine.gradients.ledger import Like, NotCapturable, followed, traced
-from psgrad.engine.gradients.plan import Prediction, chunk_for, correction, predict
+from psgrad.engine.gradients.planning.forecast import forecast
+from psgrad.engine.gradients.planning.ledger import Like, NotCapturable, followed, traced
+from psgrad.engine.gradients.planning.plan import Prediction, chunk_for, correction, predict
 from psgrad.engine.gradients.streaming import Stream
 from psgrad.engine.objective import Objective
 from tests.models import ARCHITECTURES, Architecture

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.per_sample import per_sample_square_norms
-from psgrad.engine.gradients.plan import predict
+from psgrad.engine.gradients.planning.plan import predict
 from psgrad.engine.gradients.streaming import Stream
 from psgrad.engine.measures.norms import GradientNorms
 from psgrad.engine.objective import Objective

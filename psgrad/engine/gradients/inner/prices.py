@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import torch
 
-from psgrad.engine.gradients.costs import Machine
 from psgrad.engine.gradients.inner.factored import have_factors
 from psgrad.engine.gradients.inner.indexed import count_matches
 from psgrad.engine.gradients.inner.regions import Region
 from psgrad.engine.gradients.inner.slabs import rows_of
 from psgrad.engine.gradients.inner.tiles import SIDE_BYTES, budget
 from psgrad.engine.gradients.inner.written import LONGEST_SUM
+from psgrad.engine.gradients.planning.costs import Machine
 from psgrad.engine.gradients.terms import Convolution, Product, Rows, Term
 
 # Ways of a region.

@@ -13,8 +13,8 @@ from psgrad.engine.gradients.inner.factored import Sides, add_factored
 from psgrad.engine.gradients.inner.prices import MATCHES, WRITTEN, cheapest_way
 from psgrad.engine.gradients.inner.regions import Region, regions
 from psgrad.engine.gradients.inner.written import add_written, bundled
-from psgrad.engine.gradients.machines import machine
 from psgrad.engine.gradients.norms import square_norms
+from psgrad.engine.gradients.planning.machines import machine
 from psgrad.engine.gradients.terms import CANCELLATION, Product, Rows, Term, accumulating_dtype
 
 Pair = tuple[DeferredGradient, DeferredGradient]

@@ -16,9 +16,9 @@ from typing import Any, Self
 
 import torch
 
-from psgrad.engine.gradients.costs import Cost, cheapest
 from psgrad.engine.gradients.doubts import samples_where
-from psgrad.engine.gradients.machines import machine
+from psgrad.engine.gradients.planning.costs import Cost, cheapest
+from psgrad.engine.gradients.planning.machines import machine
 
 # Bytes of the intermediates of one block of samples: small enough for a processor's cache, large enough for a GPU's kernels.
 BLOCK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}

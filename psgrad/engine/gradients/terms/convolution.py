@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from psgrad.engine.gradients.costs import Cost, Machine, cheapest
-from psgrad.engine.gradients.machines import machine
+from psgrad.engine.gradients.planning.costs import Cost, Machine, cheapest
+from psgrad.engine.gradients.planning.machines import machine
 from psgrad.engine.gradients.terms.base import (
     Term,
     accumulating,

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.gradients.costs import Cost
-from psgrad.engine.gradients.machines import machine
+from psgrad.engine.gradients.planning.costs import Cost
+from psgrad.engine.gradients.planning.machines import machine
 from psgrad.engine.gradients.terms.base import Term, accumulating, accumulating_dtype, square_norm, sum_of_products
 
 

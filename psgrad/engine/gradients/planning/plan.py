@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from psgrad.engine.gradients.costs import Machine
-from psgrad.engine.gradients.ledger import Course, Like, traced
-from psgrad.engine.gradients.machines import machine
+from psgrad.engine.gradients.planning.costs import Machine
+from psgrad.engine.gradients.planning.ledger import Course, Like, traced
+from psgrad.engine.gradients.planning.machines import machine
 
 # Samples in the chunk from which `chunk_for` begins.
 _FIRST_CHUNK = 8

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.gradients.costs import THIN_SIZES, Machine
-from psgrad.engine.gradients.machines import device_name
+from psgrad.engine.gradients.planning.costs import THIN_SIZES, Machine
+from psgrad.engine.gradients.planning.machines import device_name
 
 aten = torch.ops.aten
 
@@ -154,8 +154,8 @@ def _python_seconds(clock: _Clock, device: torch.device) -> tuple[float, float]:
 
     Norms run many more kernels than gradients by themselves, and no more operators.
     """
-    from psgrad.engine.gradients.ledger import traced
     from psgrad.engine.gradients.per_sample import per_sample_gradients, per_sample_square_norms
+    from psgrad.engine.gradients.planning.ledger import traced
 
     names = [str(number) for number in range(6)]
     params = {name: torch.ones(4, 4, device=device) for name in names}

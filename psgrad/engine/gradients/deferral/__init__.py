@@ -2,19 +2,19 @@
 
 A level asks this policy while the pass back computes the cotangent of a value that all samples share (a weight, or anything
 made from weights alone). A contraction over positions begins a deferred value (starts.py); linear operators on it are carried out on
-its factors (on_the_way.py). Anything else makes the value real first.
+its factors (on_the_way/). Anything else makes the value real first.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from psgrad.engine.gradients.on_the_way import ON_THE_WAY
+from psgrad.engine.gradients.deferral.on_the_way import ON_THE_WAY
+from psgrad.engine.gradients.deferral.starts import STARTS
 from psgrad.engine.gradients.placed import DeferredGradient as DeferredGradient
 from psgrad.engine.gradients.placed import Placed as Placed
 from psgrad.engine.gradients.placed import deferred_in as deferred_in
 from psgrad.engine.gradients.placed import oriented as oriented
-from psgrad.engine.gradients.starts import STARTS
 from psgrad.engine.gradients.terms import Dense
 from psgrad.engine.transforms.batching import Batch
 from psgrad.engine.transforms.interpreter import tensors_in

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.gradients.on_the_way.each import Waiting, expanded, permuted, reshaped
+from psgrad.engine.gradients.deferral.on_the_way.each import Waiting, expanded, permuted, reshaped
 from psgrad.engine.transforms.batching import Batch
 from psgrad.engine.transforms.operators import Op
 from psgrad.engine.transforms.rules.families import wrap_dim

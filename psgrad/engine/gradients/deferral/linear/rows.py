@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from psgrad.engine.gradients.deferral.linear.base import Maps, Names, arranged, by_atoms, dense, named_axes, of_one_dtype, owners, varies
+from psgrad.engine.gradients.deferral.linear.base import Product as Multiply
 from psgrad.engine.gradients.layout import Layout, split_run
-from psgrad.engine.gradients.linear.base import Maps, Names, arranged, by_atoms, dense, named_axes, of_one_dtype, owners, varies
-from psgrad.engine.gradients.linear.base import Product as Multiply
 from psgrad.engine.gradients.placed import Placed
 from psgrad.engine.gradients.terms import Product, Rows
 

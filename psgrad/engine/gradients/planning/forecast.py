@@ -10,17 +10,18 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from psgrad.engine.gradients.costs import Machine
-from psgrad.engine.gradients.ledger import Course, NotCapturable, followed, traced
-from psgrad.engine.gradients.machines import machine
 from psgrad.engine.gradients.memory import chunk_budget
 from psgrad.engine.gradients.per_sample import Pass, per_sample_gradients, per_sample_square_norms
 from psgrad.engine.gradients.placed import DeferredGradient
-from psgrad.engine.gradients.plan import Prediction, chunk_for, correction, course_of, seconds_of
+from psgrad.engine.gradients.planning.costs import Machine
+from psgrad.engine.gradients.planning.ledger import Course, NotCapturable, followed, traced
+from psgrad.engine.gradients.planning.machines import machine
+from psgrad.engine.gradients.planning.plan import Prediction, chunk_for, correction, course_of, seconds_of
 from psgrad.engine.gradients.streaming import _LARGEST_AUTO_CHUNK, _PREDICTED_FROM, Stream
 
 # Rows of the chunks that are run, and for how long a chunk is run again, up to so many times, for its best time.
@@ -169,7 +170,7 @@ def _chunk_size(stream: Stream, rows: int, at: Callable[[int], _Chunk], inputs: 
     if not stream.automatic:
         return min(stream.chunk_size, rows)
     if stream.memory is None and rows < _PREDICTED_FROM:  # there a small chunk's factors are measured
-        stream._size_chunks(_bound(stream, per_sample_gradients)(stream.params, inputs, target))
+        stream._size_chunks(_bound(stream, partial(per_sample_gradients, settle=False))(stream.params, inputs, target))
         return min(stream.chunk_size, rows)
 
     def predicted(count: int) -> Prediction:

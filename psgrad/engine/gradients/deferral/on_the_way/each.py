@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.gradients import linear
+from psgrad.engine.gradients.deferral import linear
 from psgrad.engine.gradients.layout import Layout
 from psgrad.engine.gradients.placed import DeferredGradient, Placed
 from psgrad.engine.gradients.terms import Dense

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch.utils._pytree import tree_leaves
 
-from psgrad.engine.gradients.costs import Machine
+from psgrad.engine.gradients.planning.costs import Machine
 from psgrad.engine.transforms.operators import Op
 
 Kind = Literal["view", "product", "convolution", "grouped convolution", "attention", "pooling", "scattered", "transcendental", "stream"]

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from psgrad.engine.gradients.doubts import noting, trusting
-from psgrad.engine.gradients.kernels import Kernel, kernel_of
+from psgrad.engine.gradients.planning.kernels import Kernel, kernel_of
 from psgrad.engine.transforms.interpreter import Tracer
 from psgrad.engine.transforms.operators import Op
 from psgrad.engine.transforms.watch import NoReads, NotCapturable, RandomStates, Watch, modules_unchanged, python_random_states

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.gradients import linear
-from psgrad.engine.gradients.on_the_way.each import Waiting, of_each, reshaped, scaled
+from psgrad.engine.gradients.deferral import linear
+from psgrad.engine.gradients.deferral.on_the_way.each import Waiting, of_each, reshaped, scaled
 from psgrad.engine.gradients.placed import DeferredGradient, Placed, term_of
 from psgrad.engine.transforms.batching import Batch
 from psgrad.engine.transforms.operators import Op

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.gradients.on_the_way.each import Waiting, contracted, expanded, reshaped, scaled, times
+from psgrad.engine.gradients.deferral.on_the_way.each import Waiting, contracted, expanded, reshaped, scaled, times
 from psgrad.engine.transforms.batching import Batch
 from psgrad.engine.transforms.operators import Op
 

@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import torch
 
+from psgrad.engine.gradients.deferral.linear.base import Product
+from psgrad.engine.gradients.deferral.linear.others import labelled as labelled
+from psgrad.engine.gradients.deferral.linear.others import maps
 from psgrad.engine.gradients.layout import Run
-from psgrad.engine.gradients.linear.base import Product
-from psgrad.engine.gradients.linear.others import labelled as labelled
-from psgrad.engine.gradients.linear.others import maps
 from psgrad.engine.gradients.placed import Placed
 from psgrad.engine.gradients.terms import Dense, Multiples
 

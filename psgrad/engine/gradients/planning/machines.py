@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from psgrad.engine.gradients.costs import Machine, machine_of
+from psgrad.engine.gradients.planning.costs import Machine, machine_of
 from psgrad.errors import ConfigError
 
 # A path to a JSON file with a machine's constants, or "default" for the built-in ones.

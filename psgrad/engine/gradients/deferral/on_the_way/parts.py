@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.gradients import linear
-from psgrad.engine.gradients.on_the_way.each import Waiting, embedded, narrowed, of_each, reshaped
-from psgrad.engine.gradients.on_the_way.sums import terms_of
+from psgrad.engine.gradients.deferral import linear
+from psgrad.engine.gradients.deferral.on_the_way.each import Waiting, embedded, narrowed, of_each, reshaped
+from psgrad.engine.gradients.deferral.on_the_way.sums import terms_of
 from psgrad.engine.gradients.placed import DeferredGradient, Placed
 from psgrad.engine.transforms.batching import Batch
 from psgrad.engine.transforms.operators import Op

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
+from psgrad.engine.gradients.deferral.linear.base import Maps, arranged, by_atoms, dense, named_axes, of_one_dtype, varies
+from psgrad.engine.gradients.deferral.linear.base import Product as Multiply
 from psgrad.engine.gradients.layout import Layout
-from psgrad.engine.gradients.linear.base import Maps, arranged, by_atoms, dense, named_axes, of_one_dtype, varies
-from psgrad.engine.gradients.linear.base import Product as Multiply
 from psgrad.engine.gradients.placed import Placed
 from psgrad.engine.gradients.terms import Convolution, Hadamard, Product, sum_of_products
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import torch
 
+from psgrad.engine.gradients.deferral.linear.base import Maps, dense, of_one_dtype
+from psgrad.engine.gradients.deferral.linear.base import Product as Multiply
+from psgrad.engine.gradients.deferral.linear.convolution import ConvolutionMaps, contracted_kernel
+from psgrad.engine.gradients.deferral.linear.product import Cut, ProductMaps
+from psgrad.engine.gradients.deferral.linear.rows import RowsMaps
 from psgrad.engine.gradients.layout import Layout
-from psgrad.engine.gradients.linear.base import Maps, dense, of_one_dtype
-from psgrad.engine.gradients.linear.base import Product as Multiply
-from psgrad.engine.gradients.linear.convolution import ConvolutionMaps, contracted_kernel
-from psgrad.engine.gradients.linear.product import Cut, ProductMaps
-from psgrad.engine.gradients.linear.rows import RowsMaps
 from psgrad.engine.gradients.placed import Placed
 from psgrad.engine.gradients.terms import Convolution, Dense, Hadamard, Multiples, Product, Rows, Term
 from psgrad.engine.gradients.terms.grouped import times_shared
