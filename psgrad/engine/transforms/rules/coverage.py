@@ -48,7 +48,7 @@ def _named(name: str) -> Op:
 
 def _covered(op: Op) -> Coverage:
     rule = registry.derivative_rule(op)
-    otherwise = DECOMPOSED if registry.decomposition_of(op) is not None else REFUSED
+    otherwise = DECOMPOSED if registry.decomposition_of(op) is not None and not registry.is_refused(op) else REFUSED
     if registry.is_constant(op):
         vjp = jvp = CONSTANT
     elif rule is None:

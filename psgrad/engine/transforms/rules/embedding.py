@@ -10,7 +10,7 @@ import torch
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.rules.families import aten
-from psgrad.engine.transforms.rules.registry import replace
+from psgrad.engine.transforms.rules.registry import refuse, replace
 from psgrad.errors import TransformError
 
 SUM, MEAN, MAX = range(3)
@@ -54,7 +54,7 @@ def _embedding_bag(
     return out[real], bag, sizes[real], sizes[real]
 
 
-@replace(aten.embedding_renorm.default)
+@refuse(aten.embedding_renorm.default)
 def _embedding_renorm(weight: torch.Tensor, index: torch.Tensor, max_norm: float, norm_type: float) -> torch.Tensor:
     raise TransformError(
         f"an embedding with max_norm={max_norm:g}{diagnostics.where()}",

@@ -75,6 +75,7 @@ _batchings: dict[Op, Callable[..., Any]] = _Table()
 _shared_draws: dict[Op, Callable[..., Any]] = {}
 _constants: set[Op] = set()
 _decompositions: dict[Op, Callable[..., Any]] = {}
+_refused: set[Op] = set()
 
 
 class Known(NamedTuple):
@@ -151,6 +152,16 @@ def replace(op: Op) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         return function
 
     return declare
+
+
+def refuse(op: Op) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Declare what to raise in place of an operator that can't be right sample by sample, with what to do instead."""
+    _refused.add(op)
+    return replace(op)
+
+
+def is_refused(op: Op) -> bool:
+    return op in _refused
 
 
 def operators() -> set[Op]:
