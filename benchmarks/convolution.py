@@ -1,7 +1,8 @@
-"""What a convolution's per-sample weight gradients cost, as a multiple of the ordinary summed weight gradient, by two kernels.
+"""What a convolution's per-sample weight gradients cost, as a multiple of the ordinary summed weight gradient, by each way to them.
 
 `groups`: the samples are groups of one convolution. `patches`: the patches are written out for a few samples at a time and multiplied.
-psgrad takes the first on a CPU in float32 with at least 8 channels on both sides (transforms/rules/convolution.py), else the second.
+`shifted`: a product for each place of the kernel, with the input moved. `pixels`: the norms alone, from the pixels' Gram matrix, where
+that fits into memory. The last column is what psgrad takes for the norms (transforms/rules/windows.py, gradients/terms/convolution.py).
 """
 
 from __future__ import annotations
@@ -13,10 +14,22 @@ from collections.abc import Callable
 
 import torch
 
-from psgrad.engine.transforms.rules.windows import Geometry, as_groups, as_matrices
+from psgrad.engine.gradients.terms import Convolution
+from psgrad.engine.transforms.rules.windows import Geometry, as_groups, as_matrices, grams, shifted
 
 # samples, input channels, output channels, side of the input, padding; all kernels are 3x3
-SHAPES = ((32, 16, 16, 32, 1), (32, 32, 32, 16, 1), (32, 64, 64, 8, 1), (64, 32, 64, 26, 0), (64, 1, 32, 28, 0), (32, 3, 16, 32, 1))
+SHAPES = (
+    (32, 16, 16, 32, 1),
+    (32, 32, 32, 16, 1),
+    (32, 64, 64, 8, 1),
+    (64, 32, 64, 26, 0),
+    (64, 1, 32, 28, 0),
+    (32, 3, 16, 32, 1),
+    (8, 256, 256, 14, 1),
+    (8, 512, 512, 7, 1),
+)
+LARGEST_GRAM = 64 << 20  # numbers; beyond, `pixels` is not timed
+WAYS = ("groups", "patches", "shifted", "pixels")
 BLOCK = 8  # samples whose patches exist at a time
 
 
@@ -36,7 +49,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     rounds = parser.parse_args().rounds
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {rounds} rounds\n")
-    print(f"{'samples':>8}{'in':>5}{'out':>5}{'side':>6}{'summed':>12}{'groups':>9}{'patches':>9}")
+    print(f"{'samples':>8}{'in':>5}{'out':>5}{'side':>6}{'summed':>12}" + "".join(f"{way:>9}" for way in WAYS) + "   taken")
     for n, i, o, side, padding in SHAPES:
         geometry = Geometry((1, 1), (padding,) * 2, (1, 1), False, (0, 0), 1)
         shape = torch.Size((o, i, 3, 3))
@@ -55,9 +68,20 @@ def main() -> None:
                 columns, rows = as_matrices(g[start : start + BLOCK], x[start : start + BLOCK], shape, geometry)
                 torch.matmul(columns.transpose(-2, -1), rows)
 
-        seconds = median_seconds({"summed": summed, "groups": groups, "patches": patches}, rounds)
-        ratios = "".join(f"{seconds[way] / seconds['summed']:>9.1f}" for way in ("groups", "patches"))
-        print(f"{n:>8}{i:>5}{o:>5}{side:>6}{1e3 * seconds['summed']:>9.2f} ms{ratios}")
+        def moved(g: torch.Tensor = g, x: torch.Tensor = x, shape: torch.Size = shape, geometry: Geometry = geometry) -> object:
+            return list(shifted(g, x, shape, geometry))
+
+        def pixels(g: torch.Tensor = g, x: torch.Tensor = x, shape: torch.Size = shape, geometry: Geometry = geometry) -> object:
+            left, right = grams(g, x, shape, geometry)
+            return left.mul_(right).flatten(1).sum(1)
+
+        ways = dict(zip(WAYS, (groups, patches, moved, pixels), strict=True))
+        if n * (side + 2 * padding) ** 4 > LARGEST_GRAM:
+            del ways["pixels"]
+        seconds = median_seconds({"summed": summed, **ways}, rounds)
+        ratios = "".join(f"{seconds[way] / seconds['summed']:>9.1f}" if way in seconds else f"{'':>9}" for way in WAYS)
+        taken = Convolution(g, x, shape, geometry).describe()
+        print(f"{n:>8}{i:>5}{o:>5}{side:>6}{1e3 * seconds['summed']:>9.2f} ms{ratios}   {taken}")
 
 
 if __name__ == "__main__":

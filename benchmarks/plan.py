@@ -27,7 +27,8 @@ from norms import CASES, draw_images, draw_tokens, draw_vectors
 from torch import Tensor
 
 from psgrad.config import load_config
-from psgrad.engine.gradients.planning import machines, per_sample_gradients, per_sample_square_norms
+from psgrad.engine.gradients import per_sample_gradients, per_sample_square_norms
+from psgrad.engine.gradients.planning import machines
 from psgrad.engine.gradients.planning.calibration import measure
 from psgrad.engine.gradients.planning.forecast import forecast
 from psgrad.engine.gradients.planning.plan import predict
