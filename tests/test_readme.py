@@ -120,6 +120,21 @@ def test_the_benchmark_table_is_the_stored_result() -> None:
     assert [[cell.strip() for cell in line.strip("|").split("|")][1:] for line in table] == expected
 
 
+def test_the_table_of_rivals_is_the_stored_result() -> None:
+    stored = json.loads((ROOT / "benchmarks" / "results" / "rivals-cpu.json").read_text(encoding="utf-8"))
+    expected = []
+    for case in stored["cases"].values():
+        cells = []
+        for task in ("norms", "clipped", "materialised"):
+            medians = {way: timing["median"] for way, timing in case[task]["seconds"].items()}
+            rivals = {way: median for way, median in medians.items() if way not in ("plain", "psgrad")}
+            best = min(rivals, key=rivals.__getitem__)
+            cells.append(f"{rivals[best] / medians['psgrad']:.2f} ({best})")
+        expected.append(cells)
+    table = README[README.index("| network | norms |") :].split("\n\n")[0].splitlines()[2:]
+    assert [[cell.strip() for cell in line.strip("|").split("|")][1:] for line in table] == expected
+
+
 def test_the_overhead_table_is_the_stored_result() -> None:
     stored = json.loads((ROOT / "benchmarks" / "results" / "overhead-cpu.json").read_text(encoding="utf-8"))
     medians = [timing["median"] for timing in stored["seconds"].values()]

@@ -82,36 +82,29 @@ def per_sample_square_norms(
 
 
 class NormsByName:
-    """Squared norms, parameter by parameter as the pass back completes them.
-
-    Small values (biases and the like) wait for one another: their norms are one sum in float64, which needs no vetting.
-    """
+    """Squared norms, parameter by parameter as the pass back completes them."""
 
     def __init__(self) -> None:
         self.found: dict[str, torch.Tensor] = {}
         self.computed_as: dict[str, str] = {}
-        self._waiting: dict[str, torch.Tensor] = {}
 
     def add(self, name: str, gradient: DeferredGradient) -> None:
         terms = gradient.terms
         if len(terms) == 1 and type(terms[0].term) is Dense and gradient.shape.numel() <= _SMALL:
-            self._waiting[name] = terms[0].term.value.flatten(1) if gradient.shape else terms[0].term.value.reshape(-1, 1)
+            value = terms[0].term.value
+            value = value.reshape(value.shape[0], value.shape[1:].numel())
+            self.found[name] = torch.linalg.vector_norm(value, dim=1, dtype=torch.float64).square_()
         elif terms:
             self.found[name] = square_norms([gradient])[0]
         self.computed_as[name] = gradient.describe()
 
     def of(self, names: Iterable[str], losses: torch.Tensor, aux: Any) -> SquareNorms:
         """Those of all parameters, in order."""
-        if self._waiting:
-            values = list(self._waiting.values())
-            squares = torch.cat(values, 1).to(torch.float64).square_()
-            sums = [part.sum(1) for part in squares.split([value.shape[1] for value in values], 1)]
-            self.found |= zip(self._waiting, sums, strict=True)
         zero = torch.zeros(losses.shape, dtype=torch.float64, device=losses.device)
         return SquareNorms({name: self.found.get(name, zero) for name in names}, losses, aux, self.computed_as)
 
 
-# Entries of a parameter whose gradients may wait for their norms.
+# Entries of a parameter (a bias or its like) whose norm is taken in float64 at once, where it needs no vetting.
 _SMALL = 1024
 
 
