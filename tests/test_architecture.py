@@ -39,6 +39,8 @@ def test_the_example_runs_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_page_names_what_there_is() -> None:
     root = Path(__file__).parent.parent
-    inside = [root, root / "psgrad", root / "psgrad/engine", root / "psgrad/engine/transforms"]
+    engine = root / "psgrad/engine"
+    gradients = engine / "gradients"
+    inside = [root, root / "psgrad", engine, engine / "transforms", gradients, gradients / "deferral", gradients / "planning"]
     for path in re.findall(r"`([\w/-]+\.(?:py|md))`", PAGE):
         assert any((folder / path).is_file() for folder in inside), path

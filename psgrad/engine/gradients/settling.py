@@ -27,5 +27,5 @@ def _written_out_is_smaller(term: Term, dtype: torch.dtype) -> bool:
     if isinstance(term, Dense) or not term.samples:
         return False
     own = [factor for factor in term.factors if factor.stride(0)]  # the others are one tensor for all samples
-    kept = sum(factor[0].numel() * factor.element_size() for factor in own)
+    kept = sum(factor.shape[1:].numel() * factor.element_size() for factor in own)
     return term.describe() == "materialise" and math.prod(term.shape) * dtype.itemsize <= kept
