@@ -34,9 +34,7 @@ from models import GPT, cnn, mlp, resnet
 from torch import Tensor, nn
 
 from psgrad.engine.gradients import (
-    PerSampleGradients,
     SquareNorms,
-    per_sample_gradients,
     per_sample_square_norms,
     per_sample_weighted_sum,
 )
@@ -119,9 +117,6 @@ class Contest:
         gradients = torch.func.vmap(torch.func.grad(loss_of_one), in_dims=(None, 0, 0))(self.parameters, self.inputs, self.target)
         norms = [gradient.flatten(1).norm(dim=1, dtype=accumulate_in) for gradient in gradients.values()]
         return torch.stack(norms).norm(dim=0)
-
-    def deferred(self) -> PerSampleGradients:
-        return per_sample_gradients(self.objective.loss, self.objective.params, (self.inputs,), self.target, has_aux=True)
 
     def norms(self) -> Tensor:
         found = per_sample_square_norms(self.objective.loss, self.objective.params, (self.inputs,), self.target, has_aux=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.gradients.layout import Layout
+from psgrad.engine.gradients.layout import Layout, split_run
 from psgrad.engine.gradients.placed import Placed
 from psgrad.engine.gradients.terms import Dense, Term
 
@@ -107,3 +107,16 @@ def of_one_dtype(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 def count(sizes: Sequence[int]) -> int:
     return math.prod(sizes)
+
+
+def cut_out(cut: Any, layout: Layout, dim: int, start: int, step: int, length: int) -> Placed | None:
+    """`length` places of an axis of a term that was cut into its atoms: each atom keeps its run of them."""
+    runs = split_run(start, step, length, [layout.atoms[name] for name in cut.axes[dim]])
+    if runs is None:
+        return None
+    for name, (run, count) in zip(cut.axes[dim], runs, strict=True):
+        if not run.covers(count):
+            cut.slice(name, slice(run.start, run.end(count), run.step))
+    cut.shape[dim] = length
+    placed: Placed | None = cut.placed()
+    return placed

@@ -7,9 +7,20 @@ from dataclasses import dataclass
 
 import torch
 
-from psgrad.engine.gradients.deferral.linear.base import Maps, Names, arranged, by_atoms, dense, named_axes, of_one_dtype, owners, varies
+from psgrad.engine.gradients.deferral.linear.base import (
+    Maps,
+    Names,
+    arranged,
+    by_atoms,
+    cut_out,
+    dense,
+    named_axes,
+    of_one_dtype,
+    owners,
+    varies,
+)
 from psgrad.engine.gradients.deferral.linear.base import Product as Multiply
-from psgrad.engine.gradients.layout import Layout, split_run
+from psgrad.engine.gradients.layout import Layout
 from psgrad.engine.gradients.placed import Placed
 from psgrad.engine.gradients.terms import Hadamard, Product
 from psgrad.engine.gradients.terms.grouped import times_shared
@@ -133,16 +144,7 @@ class ProductMaps(Maps):
 
     def narrow(self, term: Product, layout: Layout, dim: int, start: int, step: int, length: int) -> Placed | None:
         cut = Cut.of(term, layout)
-        if cut is None:
-            return None
-        runs = split_run(start, step, length, [layout.atoms[name] for name in cut.axes[dim]])
-        if runs is None:
-            return None
-        for name, (run, count) in zip(cut.axes[dim], runs, strict=True):
-            if not run.covers(count):
-                cut.slice(name, slice(run.start, run.end(count), run.step))
-        cut.shape[dim] = length
-        return cut.placed()
+        return None if cut is None else cut_out(cut, layout, dim, start, step, length)
 
     def sum(self, term: Product, layout: Layout, dims: set[int]) -> Placed | None:
         cut = Cut.of(term, layout)
