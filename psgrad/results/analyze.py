@@ -1,4 +1,4 @@
-"""What a run yields: plain records and data frames, with one meaning per column. No torch, no files."""
+"""What `psgrad analyze` yields, and what its tables say: one meaning per column."""
 
 from __future__ import annotations
 
@@ -44,16 +44,6 @@ PARAMETER_COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Progress:
-    """How far one phase of a run has come: `done` of `total` samples (total 0: not known). `message` is a line for people."""
-
-    done: int
-    total: int
-    phase: str
-    message: str | None = None
-
-
-@dataclass(frozen=True)
 class TopSample:
     """The input of one of the top samples, as far as a person can look at it.
 
@@ -86,53 +76,6 @@ class AnalyzeResult:
     folder: Path
     top_inputs: list[TopSample] = field(default_factory=list)
     class_names: list[str] | None = None
-
-
-@dataclass(frozen=True)
-class ParameterPlan:
-    """How the norms of one parameter's gradients will be computed.
-
-    `terms` are the kinds of terms that the gradient is a sum of, `way` the order in which they are contracted. `microseconds` and
-    `bytes` are a sample's, the factors that are kept and the largest intermediate. `factored` is False where an operator needs the
-    value, which is then written out for each sample.
-    """
-
-    parameter: str
-    shape: str
-    terms: str
-    way: str
-    microseconds: float
-    bytes: int
-    factored: bool
-
-
-@dataclass(frozen=True)
-class PlanResult:
-    """What `psgrad plan` foretells of a run.
-
-    `seconds` is for the gradients of all rows, `chunk_seconds` for those of one chunk of `chunk_size` rows. Bytes: `peak_bytes` is what
-    the pass over a chunk has at its highest beyond the parameters (`parameter_bytes`) and the chunk's inputs (`input_bytes`).
-    `replayed` says whether chunks will be replayed from a record, `replay_reason` why. `obstacle` is why the pass had to run to be
-    followed, None where it was not run. `machine` is where prices come from: the device, and who measured it.
-    """
-
-    parameters: list[ParameterPlan]
-    rows: int
-    chunk_size: int
-    seconds: float
-    chunk_seconds: float
-    peak_bytes: int
-    input_bytes: int
-    parameter_bytes: int
-    replayed: bool
-    replay_reason: str
-    obstacle: str | None
-    machine: str
-
-    @property
-    def total_bytes(self) -> int:
-        """All that the run has on its device at its highest."""
-        return self.peak_bytes + self.input_bytes + self.parameter_bytes
 
 
 def rank_samples(frame: pd.DataFrame, review_fraction: float) -> pd.DataFrame:
