@@ -14,6 +14,8 @@ from rich.progress import BarColumn, ProgressColumn, Task, TaskID, TextColumn
 from rich.progress import Progress as Bars
 from rich.text import Text
 
+from psgrad.reports.words import count
+
 if TYPE_CHECKING:
     from psgrad.results import Progress
 
@@ -45,6 +47,7 @@ class PlainDisplay:
         self._clock = clock
         self._phase: str | None = None
         self._phase_began = 0.0
+        self._done_before = 0
         self._last_line = 0.0
         self._unsaid: str | None = None
 
@@ -53,12 +56,13 @@ class PlainDisplay:
         if progress.phase != self._phase:
             self._say_progress()
             self._phase, self._phase_began, self._last_line = progress.phase, now, now
+            self._done_before = progress.done  # by an earlier run that this one goes on with
         if progress.message:
             self._write(progress.message)
         if progress.total:
             elapsed = now - self._phase_began
-            rate = progress.done / elapsed if elapsed > 0 else 0.0
-            self._unsaid = f"{progress.phase}: {progress_words(progress.done, progress.total, rate)}"
+            rate = (progress.done - self._done_before) / elapsed if elapsed > 0 else 0.0
+            self._unsaid = f"{progress.phase}: {progress_words(progress.done, progress.total, rate, progress.unit, progress.detail)}"
         if now - self._last_line >= PLAIN_INTERVAL_S:
             self._say_progress()
             self._last_line = now
@@ -98,9 +102,10 @@ class BarDisplay:
             self._bars.console.print(progress.message)
         if self._task is None or progress.phase != self._phase:
             self._end_phase()
-            self._task = self._bars.add_task(progress.phase, total=None)
+            self._task = self._bars.add_task(progress.phase, total=None, completed=progress.done)
             self._phase = progress.phase
-        self._bars.update(self._task, completed=progress.done, total=progress.total or None)
+        words = {"unit": progress.unit, "detail": progress.detail}
+        self._bars.update(self._task, completed=progress.done, total=progress.total or None, **words)
 
     def __enter__(self) -> BarDisplay:
         self._bars.start()
@@ -121,17 +126,18 @@ class _WordsColumn(ProgressColumn):
     def render(self, task: Task) -> Text:
         if not task.total:
             return Text("")
-        return Text(progress_words(int(task.completed), int(task.total), task.finished_speed or task.speed or 0.0))
+        rate = task.finished_speed or task.speed or 0.0
+        return Text(progress_words(int(task.completed), int(task.total), rate, task.fields["unit"], task.fields["detail"]))
 
 
-def progress_words(done: int, total: int, rate: float) -> str:
-    """Samples done, samples per second, and the time left; `rate` 0 where it is not known yet."""
-    words = f"{done:,}/{total:,} samples"
+def progress_words(done: int, total: int, rate: float, unit: str = "sample", detail: str = "") -> str:
+    """Units done, units per second, the time left, and the detail; `rate` 0 where it is not known yet."""
+    words = f"{done:,}/{count(total, unit)}"
     if rate > 0:
-        words += f", {rate:,.0f} samples/s" if rate >= 10 else f", {rate:.2g} samples/s"
+        words += f", {rate:,.0f} {unit}s/s" if rate >= 10 else f", {rate:.2g} {unit}s/s"
         if done < total:
             words += f", {duration((total - done) / rate)} left"
-    return words
+    return f"{words}, {detail}" if detail else words
 
 
 def duration(seconds: float) -> str:

@@ -46,6 +46,16 @@ def test_each_phase_has_a_last_line_and_messages_come_at_once() -> None:
     assert stream.getvalue().splitlines() == ["imports: digits", "self-check: 3/3 samples", "gradients: 5/10 samples"]
 
 
+def test_steps_are_counted_as_steps_with_what_goes_along() -> None:
+    """Those of an earlier run are done, and say nothing of this one's speed."""
+    stream, clock = io.StringIO(), Clock()
+    with PlainDisplay(stream, clock) as display:
+        for done in range(100, 111):
+            clock.now = (done - 100) / 2
+            display(Progress(done, 300, "steps", unit="step", detail=f"epsilon {done / 100} (RDP)"))
+    assert stream.getvalue().splitlines() == ["steps: 110/300 steps, 2 steps/s, 1 min 35 s left, epsilon 1.1 (RDP)"]
+
+
 def test_a_run_that_fails_still_says_how_far_it_came() -> None:
     stream, clock = io.StringIO(), Clock()
 
@@ -68,6 +78,16 @@ def test_a_terminal_gets_a_bar_and_its_messages_are_no_markup() -> None:
     assert "imports: [red]digits" in stream.getvalue()
     assert "20/20 samples" in stream.getvalue()
     assert "load" not in stream.getvalue().splitlines()[-1]
+
+
+def test_a_bar_has_its_unit_and_what_goes_along() -> None:
+    stream = Terminal()
+    with BarDisplay(stream) as display:
+        display(Progress(299, 300, "steps", unit="step", detail="epsilon 3 (RDP)"))
+        display(Progress(300, 300, "steps", unit="step", detail="epsilon 3.1 (RDP)"))
+    shown = stream.getvalue()
+    assert "300/300 steps" in shown
+    assert "epsilon 3.1 (RDP)" in shown
 
 
 def test_the_display_fits_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
