@@ -46,7 +46,7 @@ def norms_by_loop(model: torch.nn.Module, loss: Loss, inputs: torch.Tensor, targ
 @pytest.fixture
 def quick(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> Workplace:
     """The same without the plots and the report, which take longest."""
-    monkeypatch.setattr("psgrad.workflows.write_report", lambda result, write: write("report.html", b""))
+    monkeypatch.setattr("psgrad.workflows.analysis.write_report", lambda result, write: write("report.html", b""))
     return workplace
 
 
@@ -453,7 +453,7 @@ def test_peak_memory_does_not_grow_with_the_dataset(workplace: Workplace) -> Non
         import psgrad.workflows
         from psgrad.config import load_config
 
-        psgrad.workflows.write_report = lambda result, write: None
+        psgrad.workflows.analysis.write_report = lambda result, write: None
         for count in ({count}, {10 * count}):
             config = load_config(Path("config.yaml"), [f"data.kwargs={{{{count: {{count}}}}}}"])
             psgrad.workflows.analyze(config, overwrite=True)
@@ -476,7 +476,7 @@ def shards_of(workplace: Workplace) -> pd.DataFrame:
 
 
 def test_a_full_disk_keeps_the_finished_rows(quick: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("psgrad.workflows._ROWS_PER_SHARD", 8)
+    monkeypatch.setattr("psgrad.workflows.analysis._ROWS_PER_SHARD", 8)
     honest = psgrad.storage._write_atomically
 
     def full(target: Path, data: Any) -> None:

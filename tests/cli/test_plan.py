@@ -102,7 +102,7 @@ class Model(nn.Module):
 def test_a_first_plan_measures_and_keeps_the_machine(reluctant: Workplace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv(machines.VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("psgrad.workflows.measure", machines.built_in)  # what it measures is tested elsewhere
+    monkeypatch.setattr("psgrad.workflows.foretelling.measure", machines.built_in)  # what it measures is tested elsewhere
     first, second = planned(reluctant), planned(reluctant)
     assert first.err.startswith("measuring ")
     assert second.err == "" or "measuring" in second.err  # built-in constants are those of no machine

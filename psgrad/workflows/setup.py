@@ -1,0 +1,180 @@
+"""What a config names, made live: the model, the loss, the data, and the engine's stream over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from psgrad.config import Config
+from psgrad.engine.gradients.planning import machines
+from psgrad.engine.gradients.streaming import Stream
+from psgrad.engine.measures.predictions import summary_for
+from psgrad.engine.objective import Objective
+from psgrad.engine.verify import SelfCheck, self_check
+from psgrad.errors import ConfigError
+from psgrad.inputs.data import load_data
+from psgrad.inputs.losses import Criterion, check_targets, resolve_loss
+from psgrad.inputs.models import LoadedModel, load_model
+from psgrad.inputs.samples import Block, Samples
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The parts of a run.
+
+    `dtype` is the type of parameters and inputs; see `pick_precision`. `first_output` calls the model on the first row.
+    """
+
+    config: Config
+    device: torch.device
+    dtype: torch.dtype
+    loaded: LoadedModel
+    criterion: Criterion
+    samples: Samples
+    model: nn.Module
+    objective: Objective
+    reader: CheckedReader
+    first_output: Callable[[], Any]
+
+    def stream(self, say: Callable[[str], None]) -> Stream:
+        """The gradients of the dataset's rows, chunk by chunk, as the config's engine section wants them."""
+        engine = self.config.engine
+        return Stream(
+            self.objective.loss,
+            self.objective.params,
+            self.reader,
+            chunk_size=engine.chunk_size,
+            memory=None if engine.memory == "auto" else engine.memory,
+            randomness="different" if self.model.training else "error",
+            capture=engine.capture,
+            compile=engine.compile,
+            say=say,
+        )
+
+    def self_check(self, stream: Stream) -> SelfCheck | None:
+        """How far our gradients are from plain ones, on a few rows; None where the model draws at random, and can't be asked twice."""
+        if draws_at_random(self.first_output, self.model, self.device):
+            return None
+        return self_check(self.objective, stream, len(self.samples), self.config.engine.verify)
+
+
+def set_up(config: Config, prepare: Callable[[nn.Module], None] = lambda _: None) -> Setup:
+    """Load all that a config names; `prepare` may freeze parameters of the model before it is looked at.
+
+    Raises PsgradError for everything that can be wrong with the config, the model or the data.
+    """
+    device = pick_device(config.engine.device)
+    use_machine(config, device)
+    dtype, autocast = pick_precision(config.engine.dtype)
+    loaded = load_model(config.model, config.base)
+    prepare(loaded.model)
+    criterion = resolve_loss(config.loss, config.base)
+    samples = load_data(config.data, config.base)
+    model = loaded.model.to(device, dtype)
+    summary = summary_for(criterion.kind, criterion.ignore_index)
+    objective = Objective(model, criterion.function, summary, autocast=autocast)
+    first_output = partial(output_of_first_row, model, samples, device, dtype)
+    reader = CheckedReader(samples, criterion, class_count(first_output, criterion))
+    return Setup(config, device, dtype, loaded, criterion, samples, model, objective, reader, first_output)
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of a config; 'auto' is a GPU where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            f"engine.device: {name!r} can't be used: {str(error).splitlines()[0]}",
+            expected="auto, cpu, cuda or cuda:N",
+            next_step="set engine.device: auto, or install a PyTorch build for this device",
+        ) from error
+    return device
+
+
+def use_machine(config: Config, device: torch.device) -> None:
+    """Have the machine's constants that the config names in force, if it names any. Raises ConfigError where they can't be used."""
+    machines.use(None if config.engine.machine is None else config.base / config.engine.machine)
+    machines.machine(device)
+
+
+def pick_precision(name: str) -> tuple[torch.dtype, torch.dtype | None]:
+    """(the type of parameters and inputs, the type that autocast computes in) of a config's dtype; None without autocast.
+
+    A checkpoint in bfloat16 is loaded as float32 just the same, which holds each of its numbers exactly.
+    """
+    kind: torch.dtype = getattr(torch, name)
+    return (torch.float32, kind) if kind == torch.bfloat16 else (kind, None)
+
+
+def output_of_first_row(model: nn.Module, samples: Samples, device: torch.device, dtype: torch.dtype) -> Any:
+    """What the model says to the first row as a batch of one, without psgrad's transforms."""
+    inputs = samples.read(0, 1).inputs
+    with torch.no_grad():
+        return model(*[x.to(device, dtype if x.is_floating_point() else None) for x in inputs])
+
+
+class CheckedReader:
+    """Reads blocks whose targets fit the loss. Where all targets are at hand they are checked at once, before any work.
+
+    `targets` are those of one number per row, for the table: [n], None where there are none. For a dataset that yields its targets
+    with its rows only, they are noted as the rows pass by.
+    """
+
+    def __init__(self, samples: Samples, criterion: Criterion, classes: int | None) -> None:
+        self.samples, self.criterion, self.classes = samples, criterion, classes
+        self.targets = samples.targets
+        self._known = samples.targets is not None
+        if samples.targets is not None:
+            check_targets(criterion, torch.as_tensor(samples.targets), classes)
+
+    def __call__(self, start: int, stop: int) -> Block:
+        block = self.samples.read(start, stop)
+        if not self._known:
+            check_targets(self.criterion, block.target, self.classes, first_row=start)
+            if block.target is not None and block.target.dim() == 1:
+                self._note(start, stop, block.target.numpy())
+        return block
+
+    def _note(self, start: int, stop: int, target: np.ndarray[Any, Any]) -> None:
+        if self.targets is None:
+            self.targets = np.zeros(len(self.samples), target.dtype)
+        self.targets[start:stop] = target
+
+
+def class_count(first_output: Callable[[], Any], criterion: Criterion) -> int | None:
+    """The size of the output's class axis, from one sample; None where the loss knows no classes, or the model fails (told later)."""
+    if criterion.kind not in ("class", "token"):
+        return None
+    try:
+        output = first_output()
+    except Exception:
+        return None
+    if not isinstance(output, torch.Tensor) or output.dim() < 2:
+        return None
+    return int(output.shape[-1 if criterion.kind == "token" else 1])
+
+
+def draws_at_random(first_output: Callable[[], Any], model: nn.Module, device: torch.device) -> bool:
+    """Whether the model draws random numbers: then a plain gradient is no witness, as it draws anew."""
+    if not model.training:
+        return False  # psgrad's own pass refuses random operators there
+    before = random_state(device)
+    try:
+        first_output()
+    except Exception:
+        return False
+    return not torch.equal(before, random_state(device))
+
+
+def random_state(device: torch.device) -> torch.Tensor:
+    """The state of the generator that operators on this device draw from."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
