@@ -1,0 +1,52 @@
+"""What a user may write in the YAML file, and how every mistake in it is told: all at once, with file, line and a suggestion."""
+
+from psgrad.config.privacy import (
+    RELATIONS,
+    AdaptiveConfig,
+    AugmentationConfig,
+    ClippingConfig,
+    NoiseConfig,
+    OptimizerConfig,
+    PrivacyConfig,
+    SamplingConfig,
+    ScheduleConfig,
+    UnitConfig,
+)
+from psgrad.config.reading import load_config
+from psgrad.config.sections import (
+    DATA_SUFFIXES,
+    LOSS_OPTIONS,
+    AnalyzeConfig,
+    DataConfig,
+    EngineConfig,
+    LossConfig,
+    ModelConfig,
+    ReportConfig,
+)
+from psgrad.config.values import is_callable_spec, nearest
+from psgrad.config.whole import Config
+
+__all__ = [
+    "DATA_SUFFIXES",
+    "LOSS_OPTIONS",
+    "RELATIONS",
+    "AdaptiveConfig",
+    "AnalyzeConfig",
+    "AugmentationConfig",
+    "ClippingConfig",
+    "Config",
+    "DataConfig",
+    "EngineConfig",
+    "LossConfig",
+    "ModelConfig",
+    "NoiseConfig",
+    "OptimizerConfig",
+    "PrivacyConfig",
+    "ReportConfig",
+    "SamplingConfig",
+    "ScheduleConfig",
+    "UnitConfig",
+    "is_callable_spec",
+    "load_config",
+    "nearest",
+]

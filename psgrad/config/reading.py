@@ -1,0 +1,175 @@
+"""From the YAML file and the command line to a config, and every mistake in our words: all at once, with file, line and a suggestion."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from psgrad.config.values import Section, described, nearest
+from psgrad.config.whole import Config
+from psgrad.errors import ConfigError
+from psgrad.yaml12 import KeyPath, parse
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """The validated config of a YAML file.
+
+    `overrides` are `dotted.path=value` strings, the value in YAML, applied to the file's content and validated like it. Raises
+    ConfigError with every problem found, each with its file and line (or its `--set`).
+    """
+    document = _read_document(path)
+    if isinstance(document.content.get("loss"), str):
+        document.content["loss"] = {"name": document.content["loss"]}  # so that --set loss.weight=... has a place to go
+    problems = [problem for text in overrides for problem in document.override(text)]
+    try:
+        config = Config.model_validate(document.content)
+    except ValidationError as error:
+        problems += [document.problem(details) for details in error.errors(include_url=False)]
+    if problems:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise ConfigError("\n".join([f"the config {path} has {count}:", *(f"  {problem}" for problem in problems)]))
+    config._base = path.parent
+    return config
+
+
+def _read_document(path: Path) -> _Document:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(
+            f"there is no config file {path}",
+            next_step=f"check the path; it is relative to {Path.cwd()}",
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the config file {path} can't be read: {error}", expected="a YAML file in UTF-8") from error
+    value = parse(text, str(path))
+    if not isinstance(value.content, dict):
+        got = "is empty" if value.content is None else f"holds {described(value.content)}"
+        raise ConfigError(f"the config {path} {got}", expected=f"the keys {', '.join(Config.model_fields)}")
+    return _Document(str(path), value.content, value.places)
+
+
+@dataclass
+class _Document:
+    """A config before validation: plain values, and the place (`file:line`, or `--set ...`) that each of them came from."""
+
+    name: str
+    content: dict[Any, Any]
+    places: dict[KeyPath, str] = field(default_factory=dict)
+
+    def override(self, text: str) -> Iterator[str]:
+        """Applies one `a.b=value`; yields what is wrong with it."""
+        place = f"--set {text}"
+        dotted, equals, value_text = text.partition("=")
+        keys = dotted.strip().split(".")
+        if not equals or not all(keys):
+            yield f"{place}: expected a dotted path, an equals sign and a value, such as --set engine.verify=0"
+            return
+        try:
+            value = parse(value_text, "value").content
+        except ConfigError as error:
+            yield f"{place}: {error.arrived}"
+            return
+        group = self.content
+        for depth, key in enumerate(keys[:-1], start=1):
+            group = group.setdefault(key, {})
+            self.places.setdefault(tuple(keys[:depth]), place)
+            if not isinstance(group, dict):
+                yield f"{place}: {'.'.join(keys[:depth])} is {described(group)}, which has no keys below it"
+                return
+        group[keys[-1]] = value
+        self.places[tuple(keys)] = place
+
+    def problem(self, details: ErrorDetails) -> str:
+        """One of pydantic's errors in our words."""
+        path = details["loc"]
+        where = ".".join(str(part) for part in path)
+        return f"{self._place(path)}: {where + ': ' if where else ''}{_explain(details)}"
+
+    def _place(self, path: KeyPath) -> str:
+        while path and path not in self.places:
+            path = path[:-1]
+        return self.places.get(path, self.name)
+
+
+def _explain(details: ErrorDetails) -> str:
+    kind, context = details["type"], details.get("ctx", {})
+    if kind == "extra_forbidden":
+        return _unknown_key(details["loc"])
+    if kind == "missing":
+        return _missing_key(details["loc"])
+    if kind == "value_error":
+        return str(context["error"])
+    got = described(details["input"])
+    if kind == "literal_error":
+        allowed = context["expected"].replace("'", "").replace(" or ", ", ").split(", ")
+        close = nearest(str(details["input"]), allowed)
+        return f"got {got}, expected one of {', '.join(allowed)}" + (f"; did you mean {close}?" if close else "")
+    expected = _EXPECTED[kind].format(**context) if kind in _EXPECTED else details["msg"]
+    return f"got {got}, expected {expected}"
+
+
+_EXPECTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "string_type": "a string",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "invalid_key": "a string as the key",
+    "dict_type": "a group of keys and values",
+    "model_type": "a group of keys and values",
+    "path_type": "a path",
+    "greater_than": "more than {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "less than {lt}",
+    "less_than_equal": "at most {le}",
+}
+
+
+def _unknown_key(path: KeyPath) -> str:
+    section = _section_at(path[:-1])
+    key, known = str(path[-1]), list(section.model_fields)
+    if key in section.not_taken:
+        return f"not a key here: {section.not_taken[key]}; known here: {', '.join(known)}"
+    meant = nearest(key, known)
+    if meant is None:
+        # The right key in the wrong group is the second most common slip.
+        meant = next((f"{where}.{key}" for where, other in _all_sections(Config) if key in other.model_fields), None)
+    return f"unknown key; {f'did you mean {meant}? ' if meant else ''}known here: {', '.join(known)}"
+
+
+def _missing_key(path: KeyPath) -> str:
+    description = _section_at(path[:-1]).model_fields[str(path[-1])].description
+    return f"missing; it is required: {description}" if description else "missing; it is required"
+
+
+def _section_at(path: KeyPath) -> type[Section]:
+    section: type[Section] = Config
+    for part in path:
+        section = _sections(section)[str(part)]
+    return section
+
+
+def _sections(section: type[Section]) -> dict[str, type[Section]]:
+    """The groups of keys inside one, those that may be absent included."""
+    found = {}
+    for name, info in section.model_fields.items():
+        for kind in (info.annotation, *get_args(info.annotation)):
+            if isinstance(kind, type) and issubclass(kind, Section):
+                found[name] = kind
+    return found
+
+
+def _all_sections(section: type[Section], above: str = "") -> Iterator[tuple[str, type[Section]]]:
+    """Every group of keys with its dotted name; those that all commands share come before those inside others."""
+    inside = [(f"{above}{name}", kind) for name, kind in _sections(section).items()]
+    yield from inside
+    for name, kind in inside:
+        yield from _all_sections(kind, f"{name}.")

@@ -1,0 +1,57 @@
+"""The kinds of values that a config holds: how each is read from plain YAML, and what is said of one that does not fit."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+
+def is_callable_spec(text: str) -> bool:
+    """Whether `text` has the form `module:callable` or `file.py:callable`."""
+    location, _, name = text.rpartition(":")
+    dotted = r"[^\W\d]\w*(\.[^\W\d]\w*)*"
+    return bool(re.fullmatch(dotted, name)) and (location.endswith(".py") or bool(re.fullmatch(dotted, location)))
+
+
+def nearest(word: str, known: Sequence[str]) -> str | None:
+    """The one of `known` that `word` was most likely meant to be; None where nothing comes close."""
+    close = difflib.get_close_matches(word, known, n=1)
+    return close[0] if close else None
+
+
+def _callable_spec(value: str) -> str:
+    if not is_callable_spec(value):
+        raise ValueError(f"{value!r} does not name a callable; expected module:callable or file.py:callable")
+    return value
+
+
+def described(value: object) -> str:
+    """A value as its writer would call it."""
+    if value is None:
+        return "nothing (an empty value)"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, dict):
+        return "a group of keys"
+    if isinstance(value, list):
+        return "a list" if value else "an empty list"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+CallableSpec = Annotated[str, AfterValidator(_callable_spec)]
+FilePath = Annotated[Path, Field(strict=False)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    """A group of keys. `not_taken` are keys that people look for in it and that it does not have, each with the reason."""
+
+    not_taken: ClassVar[Mapping[str, str]] = {}
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)

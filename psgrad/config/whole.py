@@ -1,0 +1,45 @@
+"""One whole config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
+
+from psgrad.config.privacy import PrivacyConfig
+from psgrad.config.sections import LOSS_OPTIONS, AnalyzeConfig, DataConfig, EngineConfig, LossConfig, ModelConfig, ReportConfig
+from psgrad.config.values import FilePath, Section, described
+
+
+def _version(value: object) -> object:
+    if type(value) is not int or value != 1:
+        raise ValueError(f"got {described(value)}, expected 1, the only version of the config's format")
+    return value
+
+
+class Config(Section):
+    """One whole config. Paths of the model, data and factories are relative to `base`, `output` to the current directory."""
+
+    version: Annotated[Literal[1], BeforeValidator(_version)]  # a Literal alone takes true for 1
+    model: ModelConfig
+    loss: LossConfig
+    data: DataConfig
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    analyze: AnalyzeConfig = Field(default_factory=AnalyzeConfig)
+    report: ReportConfig = Field(default_factory=ReportConfig)
+    privacy: PrivacyConfig | None = None
+    output: FilePath
+    # Private, so that no file can set it.
+    _base: Path = PrivateAttr(default_factory=Path)
+
+    @property
+    def base(self) -> Path:
+        """The folder of the config file; the current directory for a config that was not read from a file."""
+        return self._base
+
+    @model_validator(mode="after")
+    def _named_loss_needs_a_target(self) -> Config:
+        if self.data.path is not None and self.data.target is None and self.loss.name in LOSS_OPTIONS:
+            raise ValueError(f"data.target is missing: the loss {self.loss.name!r} compares the output with a target column")
+        return self
