@@ -1,18 +1,9 @@
 """What a user may write in the YAML file, and how every mistake in it is told: all at once, with file, line and a suggestion."""
 
-from psgrad.config.privacy import (
-    RELATIONS,
-    AdaptiveConfig,
-    AugmentationConfig,
-    ClippingConfig,
-    NoiseConfig,
-    OptimizerConfig,
-    PrivacyConfig,
-    SamplingConfig,
-    ScheduleConfig,
-    UnitConfig,
-)
+from psgrad.config.mechanism import AdaptiveConfig, ClippingConfig, NoiseConfig, ScheduleConfig
+from psgrad.config.privacy import OptimizerConfig, PrivacyConfig
 from psgrad.config.reading import load_config
+from psgrad.config.sampling import RELATIONS, AugmentationConfig, SamplingConfig, UnitConfig
 from psgrad.config.sections import (
     DATA_SUFFIXES,
     LOSS_OPTIONS,
