@@ -81,8 +81,8 @@ def name_rows(axes: Axes, names: list[str]) -> None:
     axes.grid(axis="y", visible=False)
 
 
-def say_empty(axes: Axes) -> None:
-    axes.text(0.5, 0.5, "no finite, positive gradient norm to draw", transform=axes.transAxes, ha="center", va="center", color=QUIET)
+def say_empty(axes: Axes, words: str = "no finite, positive gradient norm to draw") -> None:
+    axes.text(0.5, 0.5, words, transform=axes.transAxes, ha="center", va="center", color=QUIET)
     axes.set(xticks=[], yticks=[])
 
 

@@ -1,0 +1,95 @@
+"""`psgrad dp-step`: differentially private updates, and what they would cost."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from psgrad.cli.boundary import boundary
+from psgrad.cli.options import ConfigPath, Debug, Output, Settings, read_config
+from psgrad.cli.progress import progress_display
+
+if TYPE_CHECKING:
+    from psgrad.config import Config
+    from psgrad.results import DPPlanResult, DPStepResult
+
+Steps = Annotated[int, typer.Option("--steps", metavar="N", min=1, help="Take N of the planned steps.")]
+Plan = Annotated[bool, typer.Option("--plan", help="Only tell what the planned steps would cost; reads no data and takes no step.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in the run folder.")]
+Seeded = Annotated[
+    bool, typer.Option("--insecure-deterministic", help="Allow noise.seed, for tests: who knows the seed can take the noise off.")
+]
+ShowPrivate = Annotated[bool, typer.Option("--show-private", help="Also tell batch sizes, losses and norms, on stderr: NOT PRIVATE.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object: the content of public/step.json, or the plan.")]
+
+
+def dp_step(
+    config: ConfigPath,
+    steps: Steps = 1,
+    plan: Plan = False,
+    resume: Resume = False,
+    output: Output = None,
+    settings: Settings = None,
+    insecure_deterministic: Seeded = False,
+    show_private: ShowPrivate = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Take differentially private steps: draw a batch, clip each record's gradient, add noise, update, account.
+
+    Prints what was spent and what it protects, then the run folder: public/ is what the guarantee covers, private/ is not. docs/dp.md
+    says what is guaranteed, and what is outside it.
+    """
+    style = "json" if as_json else "terminal"
+    with boundary(debug):
+        if plan:
+            _require_a_plan_alone(resume, show_private)
+            _show_plan(_plan(read_config(config, settings, output)), style)
+            return
+        resolved = read_config(config, settings, output)
+        from psgrad import workflows
+
+        with progress_display() as progress:
+            result = workflows.dp_step(
+                resolved, steps=steps, resume=resume, insecure_deterministic=insecure_deterministic, progress=progress
+            )
+        _show(result, style, show_private)
+
+
+def _plan(config: Config) -> DPPlanResult:
+    from psgrad import workflows
+
+    return workflows.dp_plan(config)
+
+
+def _show(result: DPStepResult, style: str, show_private: bool) -> None:
+    from psgrad.reports.privacy import write_private_steps, write_step
+
+    for note in result.notes:
+        typer.echo(note, err=True)
+    write_step(result, style, sys.stdout)
+    if show_private:
+        # Never on stdout: what is piped on, or kept as the record of a run, is public.
+        write_private_steps(result, sys.stderr)
+
+
+def _show_plan(result: DPPlanResult, style: str) -> None:
+    from psgrad.reports.privacy import write_plan_of_noise
+
+    for note in result.notes:
+        typer.echo(note, err=True)
+    write_plan_of_noise(result, style, sys.stdout)
+
+
+def _require_a_plan_alone(resume: bool, show_private: bool) -> None:
+    from psgrad.errors import ConfigError
+
+    for given, option in ((resume, "--resume"), (show_private, "--show-private")):
+        if given:
+            raise ConfigError(
+                f"--plan was given together with {option}",
+                expected="--plan, which takes no step, or an option of a run",
+                next_step="leave one of them out",
+            )

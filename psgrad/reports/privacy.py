@@ -1,0 +1,243 @@
+"""What a private step says for itself: the guarantee as a sentence and as a table, and, apart from it, what is NOT PRIVATE."""
+
+from __future__ import annotations
+
+import json
+import math
+from decimal import ROUND_CEILING, Context
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.table import Table
+from rich.text import Text
+
+from psgrad.reports.terminal import print_table
+from psgrad.reports.words import MISSING, count, number, printable
+from psgrad.results import DPPlanResult, DPStepResult
+
+RELATIONS = {
+    "add_or_remove_one": "neighbouring datasets differ by one record that is added or removed",
+    "replace_one": "neighbouring datasets differ by one record that is replaced by another",
+    "zero_out": "neighbouring datasets differ by one record that is replaced by one without a gradient",
+}
+PRIVATE_WARNING = "NOT PRIVATE: what follows depends on single records, and no guarantee covers it"
+SHOWN_STEPS = 10
+
+
+def guarantee(step: dict[str, Any]) -> str:
+    """What is promised of all that public/ holds, as one sentence that nothing can be cut from; `step` as in STEP_KEYS."""
+    spent, accountant = tightest(step)
+    if spent is None:
+        promise = "no (epsilon, delta) is promised: " + "; ".join(step.get("why_not", {}).values())
+    elif math.isinf(spent):
+        promise = "no privacy is promised: epsilon is infinite"
+    else:
+        promise = f"(epsilon {epsilon(spent)}, delta {compact(step['delta'])})-differential privacy by {accountant}"
+    return (
+        f"{promise}, after {count(step['steps'], 'step')}, for {step['unit']}; {RELATIONS[step['relation']]}; "
+        f"{sampling_words(step)}; {'seeded, so that no guarantee holds against who knows the seed' if seeded(step) else 'no seed'}"
+    )
+
+
+def tightest(step: dict[str, Any]) -> tuple[float | None, str]:
+    """The smaller of the epsilons of a step, both of which are upper bounds, and who computed it; None where there is none."""
+    known = [(step[key], name) for key, name in (("epsilon_pld", "PLD"), ("epsilon_rdp", "RDP")) if step.get(key) is not None]
+    return min(known) if known else (None, "")
+
+
+def seeded(step: dict[str, Any]) -> bool:
+    return bool(step.get("insecure_deterministic"))
+
+
+def write_step(result: DPStepResult, style: str, stream: TextIO) -> None:
+    """style: 'terminal', a line a question and the folder last, or 'json', the content of public/step.json. Public quantities only."""
+    if style == "json":
+        write_json(result.step, stream)
+        return
+    print_table(facts_table(step_facts(result)), stream)
+    stream.write(f"{result.folder}\n")
+
+
+def write_private_steps(result: DPStepResult, stream: TextIO) -> None:
+    """The latest steps' batch sizes, losses and norms, under the warning that they are not private."""
+    stream.write(f"{PRIVATE_WARNING}\n")
+    shown = result.steps.tail(SHOWN_STEPS)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in shown.columns:
+        table.add_column(str(heading).replace("_", " "), justify="right", no_wrap=True)
+    for row in shown.to_dict("records"):
+        table.add_row(*(Text(f"{value:,}" if isinstance(value, int) else number(value)) for value in row.values()))
+    print_table(table, stream)
+
+
+def write_plan_of_noise(result: DPPlanResult, style: str, stream: TextIO) -> None:
+    """style: 'terminal', the setting and a row a multiplier, or 'json', one object."""
+    if style == "json":
+        rows = [{"noise_multiplier": row.noise_multiplier, "noise_std": row.noise_std} for row in result.rows]
+        for plain, row in zip(rows, result.rows, strict=True):
+            plain |= {"epsilon_rdp": row.epsilon_rdp, "epsilon_pld": row.epsilon_pld, "configured": row.configured}
+        write_json({**result.setting, "plans": rows, "plot": None if result.plot is None else str(result.plot)}, stream)
+        return
+    print_table(facts_table(plan_facts(result)), stream)
+    stream.write("\n")
+    print_table(plan_table(result), stream)
+    if result.plot is not None:
+        stream.write(f"\n{result.plot}\n")
+
+
+def step_facts(result: DPStepResult) -> list[tuple[str, str]]:
+    """The guarantee and what it rests on: (question, answer). Nothing here follows from the data but by the noisy sums."""
+    step = result.step
+    facts = [
+        ("privacy spent", spent_words(step)),
+        ("after", f"{step['steps']:,} of {count(step['planned_steps'], 'planned step')}{_planned_words(step)}"),
+        *_setting_facts(step),
+        ("generator", str(step["generator"])),
+        ("update", f"{step['optimizer']['name']} of the noisy sum / {step['expected_batch_size']:,}{_trainable_words(step)}"),
+        ("public", f"{result.folder / 'public'}: what the guarantee covers"),
+        ("private", f"{result.folder / 'private'}: NOT PRIVATE, for your eyes alone"),
+    ]
+    if seeded(step):
+        facts.insert(1, ("warning", "--insecure-deterministic: who knows the seed can draw the noise again, and take it off"))
+    return facts
+
+
+def plan_facts(result: DPPlanResult) -> list[tuple[str, str]]:
+    """What the plan is made for: (question, answer)."""
+    setting = result.setting
+    facts = [("plan", f"{count(setting['planned_steps'], 'step')}, delta {compact(setting['delta'])}"), *_setting_facts(setting)]
+    if setting.get("target_epsilon") is not None:
+        facts.insert(1, ("target", f"epsilon {compact(setting['target_epsilon'])}, which the row marked * meets"))
+    return facts
+
+
+def plan_table(result: DPPlanResult) -> Table:
+    """A row a noise multiplier: the standard deviation on the sum and what all planned steps cost by each accountant."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("noise multiplier", "noise std on the sum", "epsilon (RDP)", "epsilon (PLD)", "steps"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for row in result.rows:
+        table.add_row(
+            number(row.noise_multiplier),
+            number(row.noise_std),
+            epsilon(row.epsilon_rdp),
+            epsilon(row.epsilon_pld),
+            f"{result.setting['planned_steps']:,}",
+            "* configured" if row.configured else "",
+        )
+    return table
+
+
+def facts_table(facts: list[tuple[str, str]]) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for question, answer in facts:
+        table.add_row(Text(question), Text(printable(answer)))
+    return table
+
+
+def spent_words(step: dict[str, Any]) -> str:
+    """Both accountants' epsilons with their delta; of one that has no answer, why."""
+    parts, reasons = [], []
+    for key, name in (("epsilon_pld", "PLD"), ("epsilon_rdp", "RDP")):
+        if step.get(key) is not None:
+            parts.append(f"{epsilon(step[key])} ({name})")
+        elif reason := step.get("why_not", {}).get(key):
+            reasons.append(f"no {name}: {reason}")
+    words = f"epsilon {', '.join(parts)} at delta {compact(step['delta'])}" if parts else f"no epsilon at delta {compact(step['delta'])}"
+    return "; ".join([words, *reasons])
+
+
+def sampling_words(step: dict[str, Any]) -> str:
+    """How batches are drawn, and accounted."""
+    sampling = step["sampling"]
+    scheme = sampling["scheme"]
+    if scheme == "fixed":
+        return f"fixed batches of {count(sampling['batch_size'], 'record')}, without amplification"
+    words = f"Poisson sampling, each record by itself with probability {compact(sampling['sample_rate'])}"
+    if scheme == "truncated_poisson":
+        words += f", cut off at {sampling['max_batch_size']:,} of {count(sampling['dataset_size'], 'record')}"
+    return words
+
+
+def live_words(spent: float | None, delta: float, accountant: str = "RDP") -> str:
+    """What is shown beside the count of steps while they are taken."""
+    return f"epsilon {epsilon(spent)} ({accountant}, delta {compact(delta)})"
+
+
+def epsilon(value: float | None) -> str:
+    """An upper bound with four significant digits, never rounded down; a dash where there is none."""
+    if value is None or math.isnan(value):
+        return MISSING
+    if math.isinf(value):
+        return "infinite"
+    return compact(float(Context(prec=4, rounding=ROUND_CEILING).create_decimal_from_float(value)))
+
+
+def compact(value: float) -> str:
+    """As Python writes it with up to six digits, the exponent without its zero: 0.0712, 1e-5."""
+    return f"{value:g}".replace("e-0", "e-").replace("e+0", "e+")
+
+
+def write_json(content: Any, stream: TextIO) -> None:
+    """One object; what is not finite is null, as in the files of a run."""
+    json.dump(_finite(content), stream, indent=2, allow_nan=False, default=_plain)
+    stream.write("\n")
+
+
+def _setting_facts(step: dict[str, Any]) -> list[tuple[str, str]]:
+    facts = [
+        ("protects", f"{step['unit']}; {RELATIONS[step['relation']]} ({step['relation']})"),
+        ("sampling", f"{sampling_words(step)} ({step['sampling']['scheme']})"),
+    ]
+    if step.get("clipping"):
+        facts.append(("clipping", _clipping_words(step["clipping"])))
+    if step.get("noise_multiplier") is not None:
+        words = f"{step['mechanism']}, standard deviation {number(step['noise_std'])} on the sum"
+        facts.append(("noise", f"{words} = {number(step['noise_multiplier'])} x sensitivity {number(step['sensitivity'])}"))
+    elif step.get("sensitivity") is not None:
+        facts.append(("noise", f"{step['mechanism']}, a multiple of the sensitivity {number(step['sensitivity'])} on the sum"))
+    return facts
+
+
+def _clipping_words(clipping: dict[str, Any]) -> str:
+    groups = clipping["groups"]
+    bounds = sorted({group["bound"] for group in groups})
+    rule = "normalised to below" if clipping.get("rule") == "automatic" else "clipped to"
+    norms = f"norm {number(bounds[0])}" if len(bounds) == 1 else f"norms {number(bounds[0])} to {number(bounds[-1])}"
+    if len(groups) == 1:
+        return f"each record's gradient {rule} {norms}"
+    return f"each record's gradient {rule} {norms} in each of {count(len(groups), 'group')} of parameters"
+
+
+def _planned_words(step: dict[str, Any]) -> str:
+    planned, accountant = tightest({"epsilon_pld": step.get("planned_epsilon_pld"), "epsilon_rdp": step.get("planned_epsilon_rdp")})
+    if planned is None or step["steps"] == step["planned_steps"]:
+        return ""
+    return f", which together cost epsilon {epsilon(planned)} ({accountant})"
+
+
+def _trainable_words(step: dict[str, Any]) -> str:
+    trainable = step.get("trainable")
+    if not trainable:
+        return ""
+    trained, total = trainable["parameters"], trainable["of_parameters"]
+    if trained == total:
+        return f", all {trained:,} parameters"
+    return f", {trained:,} of {total:,} parameters; the others stay as they were"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    return value.item()

@@ -1,0 +1,213 @@
+"""The figures of a private run: epsilon against steps, for everybody; norms, clipping and losses, which are NOT PRIVATE."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from psgrad.reports.drawing import DARK, INK, QUIET, REST, REVIEW, Array, Plot, figure_with_axes, log_bins, say_empty
+from psgrad.reports.privacy import compact, epsilon, sampling_words
+from psgrad.reports.words import count, number
+from psgrad.results import DPPlanResult, DPStepResult, NoisePlan
+
+STEPS_AXIS = "steps"
+# Dark to light for the multipliers around the configured one: an order that greys and every kind of colour vision keep.
+SHADES = ("#12263d", "#2a4f7a", "#5b7fa6", "#8aa6c4", "#b3c5d8")
+
+_SHORT_RELATIONS = {"add_or_remove_one": "add or remove one", "replace_one": "replace one", "zero_out": "zero out one"}
+
+
+def public_plots(result: DPStepResult) -> list[Plot]:
+    """The figures that the guarantee covers: nothing in them follows from the data."""
+    return [epsilon_against_steps(result)]
+
+
+def private_plots(result: DPStepResult) -> list[Plot]:
+    """The figures that say something of single records, each with NOT PRIVATE in the picture itself."""
+    return [norms_before_clipping(result), clipping_by_step(result), losses_by_step(result)]
+
+
+def write_plots(result: DPStepResult, public: Callable[[str, bytes], None], private: Callable[[str, bytes], None]) -> None:
+    """Draw all figures of a run; `public(name, data)` and `private(name, data)` put each, as <name>.png, where it belongs."""
+    for plot in public_plots(result):
+        public(f"{plot.name}.png", plot.png())
+    for plot in private_plots(result):
+        private(f"{plot.name}.png", plot.png())
+
+
+# -- public ----------------------------------------------------------------------------------------------------------------------------
+
+
+def epsilon_against_steps(result: DPStepResult) -> Plot:
+    """What all planned steps cost, and how far the run has come."""
+    step = result.step
+    figure, axes = figure_with_axes(3.6)
+    steps, spent = _curve(result.curve)
+    caption = f"Epsilon after so many steps, an upper bound, by {result.curve_accountant}. "
+    if not len(steps):
+        say_empty(axes, "no finite epsilon to draw")
+    else:
+        taken = steps <= step["steps"]
+        axes.plot(steps, spent, color=REST, linewidth=1.6, linestyle=(0, (4, 2)), label=f"planned ({result.curve_accountant})")
+        axes.plot(steps[taken], spent[taken], color=DARK, linewidth=2.4, label=f"taken ({result.curve_accountant})")
+        ends = [("epsilon_pld", "D", "PLD"), ("epsilon_rdp", "o", "RDP")]
+        for key, marker, name in ends:
+            if step.get(key) is not None and math.isfinite(step[key]):
+                words = f"after {count(step['steps'], 'step')}: {epsilon(step[key])} ({name})"
+                axes.plot(
+                    [step["steps"]], [step[key]], marker, color=REVIEW if name == "PLD" else DARK, markersize=6, label=words, zorder=4
+                )
+        _draw_target(axes, step.get("target_epsilon"))
+        _finish(axes, step)
+    axes.set_title(_setting_words(step), fontsize=9, color=INK, loc="left")
+    return Plot("epsilon", "Epsilon against steps", caption, figure)
+
+
+def epsilon_by_multiplier(result: DPPlanResult) -> Plot:
+    """What the planned steps would cost with several noise multipliers; the configured one in orange."""
+    setting = result.setting
+    figure, axes = figure_with_axes(4.2)
+    others = iter(SHADES * (1 + len(result.rows) // len(SHADES)))
+    drawn: list[tuple[NoisePlan, Array, Array, str]] = []
+    for row in result.rows:
+        steps, spent = _curve(row.curve)
+        colour = REVIEW if row.configured else next(others)
+        if len(steps):
+            axes.plot(steps, spent, color=colour, linewidth=2.4 if row.configured else 1.6, zorder=3 if row.configured else 2)
+            drawn.append((row, steps, spent, colour))
+    if not drawn:
+        say_empty(axes, "no finite epsilon to draw")
+    else:
+        axes.set_yscale("log")
+        _name_lines(axes, drawn)
+        _draw_target(axes, setting.get("target_epsilon"))
+        _finish(axes, setting, legend=setting.get("target_epsilon") is not None)
+        _plain_log_ticks(axes)
+    axes.set_title(_setting_words(setting), fontsize=9, color=INK, loc="left")
+    caption = f"Epsilon after so many steps by {result.curve_accountant}, one line a noise multiplier; orange: the configured one. "
+    return Plot("epsilon_plan", "Epsilon against steps, by noise multiplier", caption, figure)
+
+
+# -- NOT PRIVATE -----------------------------------------------------------------------------------------------------------------------
+
+
+def norms_before_clipping(result: DPStepResult) -> Plot:
+    """How the norms of the latest records' gradients lie about the bound."""
+    norms = np.asarray(result.norms, dtype=float).ravel()
+    drawn = norms[np.isfinite(norms) & (norms > 0)]
+    figure, axes = figure_with_axes(3.4)
+    if not len(drawn):
+        say_empty(axes)
+    else:
+        bins = log_bins(drawn, 50)
+        axes.hist(drawn, bins=list(bins), color=REST)
+        axes.set_xscale("log")
+        axes.set(xlabel="norm of a record's gradient before clipping (L2, log scale)", ylabel="records per bin")
+        if result.bound is not None:
+            above = float((drawn > result.bound).mean())
+            words = f"bound {number(result.bound)}; {above:.0%} above"
+            axes.axvline(result.bound, color=REVIEW, linewidth=1.6, linestyle=(0, (4, 3)), label=words)
+            axes.legend(frameon=False, labelcolor=INK, loc="upper left")
+    missing = len(norms) - len(drawn)
+    caption = f"The norms of {count(len(drawn), 'record')} of the latest steps. " + (f"{missing:,} zero or not finite. " if missing else "")
+    return _marked(Plot("norms", "Gradient norms before clipping", caption, figure))
+
+
+def clipping_by_step(result: DPStepResult) -> Plot:
+    """The share of the drawn records that was clipped, at each step."""
+    figure, axes = figure_with_axes(3.0)
+    if _draw_by_step(axes, result, "clip_fraction", 100.0):
+        axes.set(ylabel="records above their bound (%)", ylim=(-3, 103))
+    caption = "Near 100 % the bound sets the size of the update and the noise nothing; near 0 % the noise could be smaller. "
+    return _marked(Plot("clip_fraction", "Share of clipped records", caption, figure))
+
+
+def losses_by_step(result: DPStepResult) -> Plot:
+    """The mean loss of the records of each step's batch, before the step."""
+    figure, axes = figure_with_axes(3.0)
+    if _draw_by_step(axes, result, "mean_loss"):
+        axes.set(ylabel="mean loss of the batch")
+        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+    return _marked(Plot("losses", "Loss", "Mean loss of each batch, before its step; batches are drawn at random. ", figure))
+
+
+# -- what they share -------------------------------------------------------------------------------------------------------------------
+
+
+def _curve(points: Sequence[tuple[int, float]]) -> tuple[Array, Array]:
+    finite = [(steps, value) for steps, value in points if math.isfinite(value)]
+    steps, values = zip(*finite, strict=True) if finite else ((), ())
+    return np.array(steps, dtype=float), np.array(values, dtype=float)
+
+
+def _setting_words(step: dict[str, Any]) -> str:
+    relation = _SHORT_RELATIONS[step["relation"]]
+    return f"delta {compact(step['delta'])}, {relation} ({step['unit']}), {sampling_words(step)}"
+
+
+def _draw_target(axes: Axes, target: float | None) -> None:
+    if target is not None:
+        axes.axhline(target, color=QUIET, linewidth=1, linestyle=(0, (1, 2)), label=f"target {compact(target)}")
+
+
+def _finish(axes: Axes, step: dict[str, Any], legend: bool = True) -> None:
+    axes.set(xlabel=STEPS_AXIS, ylabel=f"epsilon at delta {compact(step['delta'])} (upper bound)")
+    if axes.get_yscale() == "linear":
+        axes.set_ylim(bottom=0)
+    if legend:
+        axes.legend(frameon=False, loc="lower right", labelcolor=INK, fontsize=9)
+
+
+def _name_lines(axes: Axes, drawn: list[tuple[NoisePlan, Array, Array, str]]) -> None:
+    """Each line's multiplier and last value beside its end, pushed apart where they would overlap; on a log axis."""
+    ordered = sorted(drawn, key=lambda line: float(line[2][-1]))
+    heights = [math.log(float(spent[-1])) for _, _, spent, _ in ordered]
+    low, high = (math.log(limit) for limit in axes.get_ylim())
+    apart = (high - low) / 16
+    for index in range(1, len(heights)):
+        heights[index] = max(heights[index], heights[index - 1] + apart)
+    axes.set_ylim(math.exp(low), math.exp(max(high, heights[-1] + apart / 2)))
+    last = max(float(steps[-1]) for _, steps, _, _ in drawn)
+    for (row, _, spent, colour), height in zip(ordered, heights, strict=True):
+        words = f" multiplier {number(row.noise_multiplier)}: {epsilon(float(spent[-1]))}"
+        weight = "bold" if row.configured else "normal"
+        axes.annotate(words, (last, math.exp(height)), color=colour, fontsize=9, va="center", fontweight=weight, annotation_clip=False)
+    axes.margins(x=0)
+
+
+def _plain_log_ticks(axes: Axes) -> None:
+    """1, 2, 5, 10 in place of powers of ten: a plan spans a decade or two."""
+    low, high = axes.get_ylim()
+    ticks = [base * 10.0**power for power in range(-4, 7) for base in (1, 2, 5)]
+    shown = [tick for tick in ticks if low <= tick <= high]
+    axes.set_yticks(shown, [compact(tick) for tick in shown])
+    axes.set_yticks([], minor=True)
+
+
+def _draw_by_step(axes: Axes, result: DPStepResult, column: str, scale: float = 1.0) -> bool:
+    """A dot a step and, where they are many, their running median; False, with words in the figure, where there is nothing to draw."""
+    rows = result.steps[np.isfinite(result.steps[column].astype(float))]
+    if not len(rows):
+        say_empty(axes, "no step with a record")
+        return False
+    values = scale * rows[column].astype(float)
+    many = len(rows) > 40
+    axes.scatter(rows["step"], values, s=10 if many else 22, color=REST, alpha=0.6 if many else 1.0, linewidths=0)
+    if many:
+        middle = values.rolling(max(5, len(rows) // 20), center=True, min_periods=3).median()
+        axes.plot(rows["step"], middle, color=DARK, linewidth=1.8, label="running median")
+        axes.legend(frameon=False, labelcolor=INK, fontsize=9)
+    axes.set(xlabel="step")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    return True
+
+
+def _marked(plot: Plot) -> Plot:
+    figure: Figure = plot.figure
+    figure.suptitle("NOT PRIVATE", x=0.99, ha="right", fontsize=9, fontweight="bold", color=REVIEW)
+    return Plot(plot.name, plot.title, f"NOT PRIVATE. {plot.caption}", figure, plot.vector)
