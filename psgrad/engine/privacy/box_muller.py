@@ -1,0 +1,92 @@
+"""Normal random numbers from a stream of bits, in blocks that stay in the cache, on several threads.
+
+Box and Muller (1958): with U uniform on (0, 1] and an angle V uniform on the circle, sqrt(-2 ln U) cos V and sqrt(-2 ln U) sin V are
+independent standard normals. What is exact and what is not:
+
+- The radius takes 64 bits of the stream, read as a signed integer k: U = |k| 2^-63, rounded to the dtype. Floating point has the same
+  relative precision at all sizes, so the tail is as fine as the middle, and no draw needs a second look. U is at least 2^-65 (k = 0) and
+  at most 1, so no value is infinite, and none is beyond sqrt(130 ln 2) = 9.5, where a normal variable is once in 10^21 draws.
+- The angle takes 32 bits for float32 and 64 for float64.
+- In float32, U near 1 has steps of 2^-24, so that a pair whose radius is below about 0.001 (one of two million) has one of few radii; a
+  value is off by 2.5e-4 at most there, and by a few units in its last place elsewhere.
+
+The values are those of floating point, and the guarantee of continuous noise is stated for real numbers; see discrete.py for noise that is
+exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# Pairs of a block. Its buffers fit the second-level cache, and torch does not share out so few elements among threads of its own, whose
+# barriers cost more than they bring where the machine is busy.
+PAIRS = 1 << 15
+_CIPHER_BLOCK = 16
+_SLACK = 15
+
+Take = Callable[[int], int]
+"""(bytes) to the number of the first 16-byte block of a stretch of the stream that is nobody else's."""
+Write = Callable[[int, int, np.ndarray], None]
+"""(first 16-byte block, bytes, out): the stream from there on, to the beginning of out, which has room for 15 bytes more."""
+
+
+def normals(shape: Sequence[int], dtype: torch.dtype, take: Take, write: Write) -> Tensor:
+    """Standard normals on the CPU, float32 or float64; the same for any number of threads.
+
+    Values 2P b, ..., 2P b + P - 1 (P = PAIRS) are the cosines of block b and the next P its sines; the last block has fewer pairs.
+    """
+    total = math.prod(shape)
+    out = np.empty(total, dtype=np.float32 if dtype == torch.float32 else np.float64)
+    width = 8 + (4 if dtype == torch.float32 else 8)  # bytes of the stream a pair
+    first = take(-(-total // 2) * width)
+    blocks = -(-total // (2 * PAIRS))
+    numbers = count()
+
+    def work() -> None:
+        buffers: _Buffers | None = None
+        while (block := next(numbers)) < blocks:
+            part = out[2 * PAIRS * block : 2 * PAIRS * (block + 1)]
+            pairs = -(-len(part) // 2)
+            if buffers is None or buffers.pairs != pairs:
+                buffers = _Buffers(pairs, width, dtype)
+            write(first + block * PAIRS * width // _CIPHER_BLOCK, pairs * width, buffers.raw)
+            buffers.pairs_to(torch.from_numpy(part))
+
+    threads = min(torch.get_num_threads(), blocks)
+    if threads <= 1:
+        work()
+    else:
+        with ThreadPoolExecutor(threads) as pool:
+            for done in [pool.submit(work) for _ in range(threads)]:
+                done.result()
+    return torch.from_numpy(out).reshape(tuple(shape))
+
+
+class _Buffers:
+    """A thread's memory for one block of pairs, and what happens in it."""
+
+    def __init__(self, pairs: int, width: int, dtype: torch.dtype) -> None:
+        self.pairs = pairs
+        self.raw = np.empty(pairs * width + _SLACK, dtype=np.uint8)
+        self.radius = torch.from_numpy(np.empty(pairs, dtype=np.float32 if dtype == torch.float32 else np.float64))
+        self.angle = torch.empty_like(self.radius)
+        # Views of the raw bits, which are written anew for every block.
+        integers = np.int32 if dtype == torch.float32 else np.int64
+        self.for_radius = torch.from_numpy(self.raw[: 8 * pairs].view(np.int64))
+        self.for_angle = torch.from_numpy(self.raw[8 * pairs : width * pairs].view(integers))
+        self.turn = math.pi * 2.0 ** (-31 if dtype == torch.float32 else -63)
+
+    def pairs_to(self, out: Tensor) -> None:
+        """The raw bits as normals: [2 * pairs], or one less."""
+        radius = self.radius.copy_(self.for_radius).abs_().mul_(2.0**-63).clamp_(min=2.0**-65).log_().mul_(-2).sqrt_()
+        angle = self.angle.copy_(self.for_angle).mul_(self.turn)
+        torch.cos(angle, out=out[: self.pairs]).mul_(radius)
+        odd = len(out) - self.pairs
+        torch.sin(angle[:odd], out=out[self.pairs :]).mul_(radius[:odd])

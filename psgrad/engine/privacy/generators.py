@@ -1,0 +1,219 @@
+"""Random numbers for sampling and noise.
+
+The default is AES-256 in counter mode with a key from the operating system: nobody who sees a part of the stream can tell the rest
+of it from noise, which is what a privacy guarantee assumes. torch's Mersenne twister and Philox are fast and can be predicted from their
+output; whoever takes one has that written into the ledger.
+
+A stream is never used twice. The counter only moves on, a forked process changes the key, and a generator is neither pickled nor
+copied. The key is never shown.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, ClassVar, Literal, NoReturn, SupportsIndex
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from psgrad.engine.privacy.box_muller import normals
+from psgrad.errors import ConfigError
+
+Kind = Literal["aes", "torch"]
+
+_CIPHER_BLOCK = 16
+_PIECE = 1 << 18  # bytes that are encrypted at a time: they stay in the cache
+_SLACK = 15  # older versions of the library ask for room for one more cipher block, less a byte
+
+
+class Generator(ABC):
+    """A stream of random bits, and what is made of them.
+
+    name: which generator it is, as the ledger has it. secure: whether it is a cryptographic one with a secret key.
+    """
+
+    name: str
+    secure: bool
+    _all: ClassVar[weakref.WeakSet[Generator]] = weakref.WeakSet()
+
+    def __init__(self) -> None:
+        Generator._all.add(self)
+
+    @abstractmethod
+    def uint64(self, n: int) -> np.ndarray:
+        """The next n values, uniform on all of uint64."""
+
+    def uniform(self, n: int) -> np.ndarray:
+        """n values in [0, 1), float64: multiples of 2^-53, all alike probable."""
+        return (self.uint64(n) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+    @abstractmethod
+    def normal(self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
+        """Independent values of the standard normal distribution.
+
+        Raises ConfigError for a dtype other than float32 and float64: noise in less is not normal.
+        """
+
+    @abstractmethod
+    def _in_a_fork(self) -> None:
+        """Leave the stream that the parent process goes on with."""
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name}>"
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        # Copies, pickles and what a worker process would be sent.
+        raise ConfigError(
+            f"a random generator ({self.name}) was to be copied or pickled",
+            expected="one generator in one process",
+            cause="a copy would repeat the noise, and whoever sees two results with the same noise can subtract it",
+            next_step="make a generator where it is needed, with make_generator",
+        )
+
+
+class SecureGenerator(Generator):
+    """AES-256 in counter mode.
+
+    Every call takes the next stretch of the counter, so what it gives depends on nothing but the key, the calls before and its own
+    size: not on the number of threads.
+
+    Args:
+        key: 32 bytes; None for a fresh one from the operating system, which alone is secure.
+        name: what the ledger is to call it.
+    """
+
+    def __init__(self, key: bytes | None = None, name: str = "aes-256-ctr") -> None:
+        super().__init__()
+        self.name, self.secure = name, key is None
+        self._lock = threading.Lock()
+        self._counter = 0
+        self._key = os.urandom(32) if key is None else key
+        self._nonce = os.urandom(8) if key is None else bytes(8)
+
+    def uint64(self, n: int) -> np.ndarray:
+        start = self._take(8 * n)
+        raw = np.empty(8 * n + _SLACK, dtype=np.uint8)
+        self._write(start, 8 * n, raw)
+        return raw[: 8 * n].view(np.uint64)
+
+    def normal(self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
+        _check_dtype(dtype)
+        return normals(shape, dtype, self._take, self._write).to(device)
+
+    def _take(self, size: int) -> int:
+        """Set aside `size` bytes of the stream: the number of their first cipher block. No other call gets these."""
+        with self._lock:
+            start = self._counter
+            self._counter += -(-size // _CIPHER_BLOCK)
+        return start
+
+    def _write(self, start: int, size: int, out: np.ndarray) -> None:
+        """The stream's bytes from cipher block `start` on, `size` of them, to the beginning of out: uint8 [size + 15 or more]."""
+        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+        place = self._nonce + start.to_bytes(8, "big")
+        encryptor = Cipher(algorithms.AES(self._key), modes.CTR(place)).encryptor()
+        zeros = _zeros()
+        for at in range(0, size, _PIECE):
+            encryptor.update_into(zeros[: min(_PIECE, size - at)], out[at:])
+
+    def _in_a_fork(self) -> None:
+        self._lock = threading.Lock()  # a thread of the parent may have held the old one
+        if self.secure:
+            self._key, self._nonce = os.urandom(32), os.urandom(8)
+        else:
+            self._key = hashlib.sha256(b"psgrad, forked" + self._key).digest()
+
+
+class TorchGenerator(Generator):
+    """torch's own generators, one a device: fast where they run on a GPU, and predictable for whoever sees enough of the noise.
+
+    Args:
+        seed: None for one from the operating system.
+        name: what the ledger is to call it.
+    """
+
+    def __init__(self, seed: int | None = None, name: str = "torch") -> None:
+        super().__init__()
+        self.name, self.secure = name, False
+        self._seed = seed
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def uint64(self, n: int) -> np.ndarray:
+        cpu = torch.device("cpu")
+        return torch.empty(n, dtype=torch.int64, device=cpu).random_(-(2**63), None, generator=self._on(cpu)).numpy().view(np.uint64)
+
+    def normal(self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
+        _check_dtype(dtype)
+        place = torch.empty(0, device=device).device  # with its index
+        return torch.randn(tuple(shape), dtype=dtype, device=place, generator=self._on(place))
+
+    def _on(self, device: torch.device) -> torch.Generator:
+        """The device's generator, with a seed of its own."""
+        if device not in self._generators:
+            drawn = os.urandom(8) if self._seed is None else hashlib.sha256(f"{self._seed} {device}".encode()).digest()[:8]
+            self._generators[device] = torch.Generator(device).manual_seed(int.from_bytes(drawn, "big", signed=True))
+        return self._generators[device]
+
+    def _in_a_fork(self) -> None:
+        self._generators = {}
+        if self._seed is not None:
+            self._seed = int.from_bytes(hashlib.sha256(f"psgrad, forked {self._seed}".encode()).digest()[:8], "big")
+
+
+def make_generator(kind: Kind, *, seed: int | None = None, position: int = 0) -> Generator:
+    """A generator by name.
+
+    Args:
+        kind: 'aes' or 'torch'.
+        seed: the noise can be repeated by whoever knows it, so that nothing is private any more: for tests alone. The name tells it.
+        position: with a seed: how many steps were taken before, so that a run that goes on does not repeat their noise.
+
+    Raises ConfigError for another kind.
+    """
+    if kind not in ("aes", "torch"):
+        raise ConfigError(
+            f"the random generator is {kind!r}",
+            expected="aes (cryptographic, the default) or torch (faster on a GPU, predictable)",
+            next_step="leave `generator` out of the config",
+        )
+    if seed is None:
+        return SecureGenerator() if kind == "aes" else TorchGenerator()
+    key = hashlib.sha256(f"psgrad {kind} seed {seed} position {position}".encode()).digest()
+    if kind == "aes":
+        return SecureGenerator(key, f"aes-256-ctr, insecure: seed {seed}")
+    return TorchGenerator(int.from_bytes(key[:8], "big"), f"torch, insecure: seed {seed}")
+
+
+@cache
+def _zeros() -> np.ndarray:
+    """What is encrypted: the key stream by itself."""
+    zeros = np.zeros(_PIECE, dtype=np.uint8)
+    zeros.flags.writeable = False
+    return zeros
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in (torch.float32, torch.float64):
+        raise ConfigError(
+            f"noise in {dtype} was asked for",
+            expected="torch.float32 or torch.float64",
+            cause="the noise was to have the dtype of the parameters; in half precision it has gaps that tell noise from signal",
+            next_step="add noise to sums in float32 and convert the result",
+        )
+
+
+def _rekey_all(*_: Any) -> None:
+    for generator in list(Generator._all):
+        generator._in_a_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_rekey_all)

@@ -1,0 +1,180 @@
+"""How the records of a step are drawn. What is drawn here is what the accountant is told, and nothing else is offered.
+
+    poisson             each record by itself with probability q, over the whole dataset; the number varies, and may be 0
+    truncated_poisson   the same; of more than `max_batch_size` records a uniformly random subset of that size is kept
+                        (TruncatedSubsampledGaussianDpEvent of dp-accounting; arXiv 2508.15089)
+    fixed               `batch_size` records without replacement, each subset alike; accounted without amplification
+
+All of them are exact on the bits that the generator gives: comparisons are of 64-bit integers, and a draw among m is rejected where
+m does not divide what is left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from psgrad.engine.privacy.generators import Generator
+from psgrad.errors import ConfigError
+
+Scheme = Literal["poisson", "truncated_poisson", "fixed"]
+
+# Of each scheme, the numbers that describe it: all of them are needed, and no other may be given.
+FIELDS: dict[Scheme, tuple[str, ...]] = {
+    "poisson": ("sample_rate",),
+    "truncated_poisson": ("sample_rate", "max_batch_size", "dataset_size"),
+    "fixed": ("batch_size",),
+}
+_NEXT = {
+    "sample_rate": "say with which probability a step draws a record, for example `sample_rate: 0.01`",
+    "max_batch_size": "say how many records a step has at most, a little above sample_rate * dataset_size",
+    "dataset_size": "say how many records the dataset has; the guarantee of truncated Poisson sampling depends on it",
+    "batch_size": "say how many records a step draws, for example `batch_size: 128`",
+}
+# Records whose lots are in memory at once.
+_LOTS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """A scheme, and the numbers that it needs.
+
+    Args:
+        scheme: see the module.
+        sample_rate: poisson, truncated_poisson: the probability q of each record, above 0 and at most 1.
+        batch_size: fixed: the records of every step.
+        max_batch_size: truncated_poisson: the most records that a step has.
+        dataset_size: truncated_poisson: all records, a public number in the relations that go with it.
+
+    Raises:
+        ConfigError: a number is missing, is out of range, or belongs to another scheme.
+    """
+
+    scheme: Scheme
+    sample_rate: float | None = None
+    batch_size: int | None = None
+    max_batch_size: int | None = None
+    dataset_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.scheme not in get_args(Scheme):
+            raise ConfigError(
+                f"the sampling scheme is {self.scheme!r}",
+                expected=f"one of {', '.join(get_args(Scheme))}",
+                cause="a privacy guarantee holds for the scheme that is accounted, and only for it",
+                next_step="shuffled epochs, weighted and bucketed samplers have no such guarantee: take `scheme: poisson`",
+            )
+        for name in ("sample_rate", "batch_size", "max_batch_size", "dataset_size"):
+            self._check(name, getattr(self, name))
+        if self.max_batch_size is not None and self.dataset_size is not None and self.max_batch_size > self.dataset_size:
+            raise ConfigError(
+                f"max_batch_size is {self.max_batch_size}, and the dataset has {self.dataset_size} records",
+                expected="a batch that is smaller than the dataset",
+                next_step="lower max_batch_size, or take `scheme: poisson`, which truncates nothing",
+            )
+
+    def _check(self, name: str, value: float | None) -> None:
+        """Whether the number is there where the scheme needs it, and is one that can be."""
+        needed = name in FIELDS[self.scheme]
+        if value is None:
+            if needed:
+                raise ConfigError(f"{name} is missing for {self.scheme} sampling", next_step=_NEXT[name])
+            return
+        if not needed:
+            raise ConfigError(
+                f"{name} is given, and {self.scheme} sampling has none",
+                expected=f"for {self.scheme}: {', '.join(FIELDS[self.scheme])}",
+                cause="the numbers of two schemes are mixed, and only one can be accounted",
+                next_step=f"remove {name}, or choose the scheme that it belongs to",
+            )
+        if name == "sample_rate":
+            if not 0 < value <= 1:
+                raise ConfigError(
+                    f"sample_rate is {value}",
+                    expected="a probability above 0 and at most 1",
+                    cause="the number of records in a batch was given" if value > 1 else None,
+                    next_step="divide the batch size that you have in mind by the number of records",
+                )
+        elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name} is {value}", expected="a whole number of records, at least 1", next_step=_NEXT[name])
+
+    def draw(self, count: int, generator: Generator) -> np.ndarray:
+        """The records of one step, out of 0, ..., count - 1: int64, ascending, each at most once; possibly none.
+
+        Raises ConfigError where a dataset of `count` records can't be sampled so.
+        """
+        if self.scheme == "fixed":
+            assert self.batch_size is not None
+            if self.batch_size > count:
+                raise ConfigError(
+                    f"batch_size is {self.batch_size}, and the dataset has {count} records",
+                    expected="at most as many records as there are, as they are drawn without replacement",
+                    next_step="lower batch_size",
+                )
+            return random_subset(count, self.batch_size, generator)
+        assert self.sample_rate is not None
+        if self.scheme == "poisson":
+            return _bernoulli(count, self.sample_rate, generator)
+        assert self.max_batch_size is not None
+        if count != self.dataset_size:
+            raise ConfigError(
+                f"the dataset has {count} records, and dataset_size is {self.dataset_size}",
+                expected="the number that truncated Poisson sampling is accounted with",
+                cause="another dataset, or records counted in rows where a record is several of them",
+                next_step=f"check the data, then set dataset_size to {count}",
+            )
+        drawn = _bernoulli(count, self.sample_rate, generator)
+        if len(drawn) > self.max_batch_size:
+            drawn = drawn[random_subset(len(drawn), self.max_batch_size, generator)]
+        return drawn
+
+    def describe(self) -> dict[str, Any]:
+        """The scheme and its numbers, for the ledger; `Sampling(**described)` gives the same again."""
+        return {"scheme": self.scheme, **{name: getattr(self, name) for name in FIELDS[self.scheme]}}
+
+
+def _bernoulli(count: int, rate: float, generator: Generator) -> np.ndarray:
+    """Which of `count` records are in, each by itself with probability `rate`; int64, ascending.
+
+    A 64-bit lot below rate * 2^64 is in. Where that isn't a whole number (rates below 2^-12 may have more bits) it is rounded down: no
+    record is drawn more often than is accounted.
+    """
+    threshold = int(rate * 2.0**64)
+    if threshold >= 1 << 64:
+        return np.arange(count, dtype=np.int64)
+    drawn = [start + np.flatnonzero(generator.uint64(min(_LOTS, count - start)) < np.uint64(threshold)) for start in range(0, count, _LOTS)]
+    return np.concatenate(drawn).astype(np.int64) if drawn else np.empty(0, dtype=np.int64)
+
+
+def random_subset(count: int, size: int, generator: Generator) -> np.ndarray:
+    """`size` of 0, ..., count - 1, every subset with the same probability; int64, ascending."""
+    if 2 * size > count:
+        # The rest is the smaller subset, and is drawn as uniformly.
+        kept = np.ones(count, dtype=bool)
+        kept[_distinct(count, count - size, generator)] = False
+        return np.flatnonzero(kept).astype(np.int64)
+    return np.sort(_distinct(count, size, generator))
+
+
+def _distinct(count: int, size: int, generator: Generator) -> np.ndarray:
+    """The first `size` distinct values of a stream of uniform ones from 0, ..., count - 1: a uniformly random subset.
+
+    size is at most half of count, so that at least every other draw is new.
+    """
+    stream = np.empty(0, dtype=np.int64)
+    first = np.empty(0, dtype=np.int64)
+    while len(first) < size:
+        stream = np.concatenate([stream, _below(count, 2 * (size - len(first)) + 8, generator)])
+        first = np.sort(np.unique(stream, return_index=True)[1])
+    return stream[first[:size]]
+
+
+def _below(count: int, size: int, generator: Generator) -> np.ndarray:
+    """About `size` independent values, uniform on 0, ..., count - 1; lots beyond the last whole multiple of count are left out."""
+    lots = generator.uint64(size)
+    excess = (1 << 64) % count
+    if excess:
+        lots = lots[lots < np.uint64((1 << 64) - excess)]
+    return (lots % np.uint64(count)).astype(np.int64)
