@@ -22,49 +22,56 @@ from psgrad.inputs.samples import (
     row_numbers,
     to_tensor,
     unique_ids,
+    unit_ids,
 )
 
 
 class ArraySamples(Samples):
     """Columns that can be sliced: arrays in memory, or slices of a file that are read when they are asked for."""
 
-    def __init__(self, columns: dict[str, Any], config: DataConfig, path: Path) -> None:
+    def __init__(self, columns: dict[str, Any], config: DataConfig, path: Path, unit: str | None = None) -> None:
         self._columns = columns
         self._inputs = input_names(config)
         self._target = config.target
         shapes = {name: _shape(column) for name, column in columns.items()}
         count = _common_length(shapes, path)
-        ids = row_numbers(count)
-        if config.id is not None:
-            values = columns[config.id][:]
-            if len(shapes[config.id]) != 1:
-                raise DataError(f"the ids {config.id!r} in {path} have the shape {list(shapes[config.id])}", expected="one per row")
-            ids = unique_ids(_decoded(np.asarray(values)), config.id)
+        for name in (config.id, unit):
+            if name is not None and len(shapes[name]) != 1:
+                raise DataError(f"the ids {name!r} in {path} have the shape {list(shapes[name])}", expected="one per row")
+        ids = row_numbers(count) if config.id is None else unique_ids(_decoded(np.asarray(columns[config.id][:])), config.id)
+        units = None if unit is None else unit_ids(_decoded(np.asarray(columns[unit][:])), unit)
         scalar_targets = config.target is not None and len(shapes[config.target]) == 1
         targets = to_tensor(columns[config.target][:], config.target).numpy() if config.target is not None and scalar_targets else None
-        super().__init__(ids, targets, sha256_of(path))
+        super().__init__(ids, targets, sha256_of(path), units)
         self.read(0, 1)  # so that a column of the wrong type is told now, and not in the middle of the run
 
     def read(self, start: int, stop: int) -> Block:
         inputs = tuple(to_tensor(self._columns[name][start:stop], name) for name in self._inputs)
         return Block(inputs, None if self._target is None else to_tensor(self._columns[self._target][start:stop], self._target))
 
+    def take(self, rows: Array) -> Block:
+        if not all(isinstance(self._columns[name], np.ndarray) for name in (*self._inputs, self._target) if name is not None):
+            return super().take(rows)  # a slice of a file knows neighbours alone
+        rows = self._existing(rows)
+        inputs = tuple(to_tensor(self._columns[name][rows], name) for name in self._inputs)
+        return Block(inputs, None if self._target is None else to_tensor(self._columns[self._target][rows], self._target))
 
-def load_npz(path: Path, config: DataConfig) -> Samples:
+
+def load_npz(path: Path, config: DataConfig, unit: str | None = None) -> Samples:
     """An npz file; the columns that are named are held in memory, nothing in them is ever unpickled."""
     columns: dict[str, Any] = {}
     if not is_archive(path):
         raise DataError(f"{path} is no npz archive", expected="named arrays, as numpy.savez writes them")
     try:
         with np.load(path, allow_pickle=False) as file:
-            require_columns(named_columns(config), file.files, str(path))
-            for name in named_columns(config):
+            require_columns(named_columns(config, unit), file.files, str(path))
+            for name in named_columns(config, unit):
                 columns[name] = file[name]
     except (DataError, ConfigError):
         raise
     except Exception as error:  # zipfile, zlib and numpy's header parser have a dozen errors for a damaged file
         raise _unreadable_npz(path, error) from error
-    return ArraySamples(columns, config, path)
+    return ArraySamples(columns, config, path, unit)
 
 
 def _unreadable_npz(path: Path, error: Exception) -> DataError:
@@ -78,21 +85,22 @@ def _unreadable_npz(path: Path, error: Exception) -> DataError:
     return DataError(f"{path} is damaged: {error}", expected="a whole npz archive", cause="an interrupted copy or download")
 
 
-def load_safetensors(path: Path, config: DataConfig) -> Samples:
+def load_safetensors(path: Path, config: DataConfig, unit: str | None = None) -> Samples:
     """A safetensors file; its rows are read from the disk when they are asked for."""
     try:
         file: Any = safetensors.safe_open(path, framework="pt", device="cpu")
-        require_columns(named_columns(config), sorted(file.keys()), str(path))
-        columns = {name: file.get_slice(name) for name in named_columns(config)}
-        if config.id is not None:
-            columns[config.id] = file.get_tensor(config.id).numpy()
+        require_columns(named_columns(config, unit), sorted(file.keys()), str(path))
+        columns = {name: file.get_slice(name) for name in named_columns(config, unit)}
+        for name in (config.id, unit):
+            if name is not None:
+                columns[name] = file.get_tensor(name).numpy()
     except ConfigError:
         raise
     except Exception as error:
         raise DataError(
             f"{path} is damaged: {error}", expected="a whole safetensors file", cause="an interrupted copy or download"
         ) from error
-    return ArraySamples(columns, config, path)
+    return ArraySamples(columns, config, path, unit)
 
 
 def _shape(column: Any) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from psgrad.inputs.tables import load_csv, load_parquet
 
 __all__ = ["Block", "Samples", "load_data"]
 
-_READERS: dict[str, Callable[[Path, DataConfig], Samples]] = {
+_READERS: dict[str, Callable[[Path, DataConfig, str | None], Samples]] = {
     ".npz": load_npz,
     ".csv": load_csv,
     ".parquet": load_parquet,
@@ -23,12 +23,13 @@ _READERS: dict[str, Callable[[Path, DataConfig], Samples]] = {
 }
 
 
-def load_data(config: DataConfig, base: Path) -> Samples:
+def load_data(config: DataConfig, base: Path, unit: str | None = None) -> Samples:
     """The dataset that a config names; paths are relative to `base`.
 
-    Raises ConfigError where a file, column or factory is not there, DataError where the data can't be used.
+    `unit` names the column that says whom each row belongs to (privacy.unit.column); what it holds is in `Samples.units`. Raises
+    ConfigError where a file, column or factory is not there, DataError where the data can't be used.
     """
     if config.path is None:
-        return load_dataset(config, base)
+        return load_dataset(config, base, unit)
     path = require_file(base / config.path, "dataset", DataError)
-    return _READERS[path.suffix.lower()](path, config)
+    return _READERS[path.suffix.lower()](path, config, unit)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,21 @@ from torch.utils.data import IterableDataset
 from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError
 from psgrad.inputs.imports import call_factory, describe_failure
-from psgrad.inputs.samples import Array, Block, Samples, input_names, require_columns, require_rows, row_numbers, to_tensor, unique_ids
+from psgrad.inputs.samples import (
+    Array,
+    Block,
+    Samples,
+    input_names,
+    require_columns,
+    require_rows,
+    row_numbers,
+    to_tensor,
+    unique_ids,
+    unit_ids,
+)
 
 
-def load_dataset(config: DataConfig, base: Path) -> Samples:
+def load_dataset(config: DataConfig, base: Path, unit: str | None = None) -> Samples:
     """The torch Dataset that the config's factory returns; the factory's file is relative to `base`."""
     assert config.factory is not None  # the config has a path or a factory
     dataset = call_factory(config.factory, base, config.kwargs, raises=DataError)
@@ -28,13 +39,13 @@ def load_dataset(config: DataConfig, base: Path) -> Samples:
             f"the factory {config.factory} returned an object of type {type(dataset).__name__}",
             expected="a map-style torch Dataset, with a length and items by number",
         )
-    return DatasetSamples(dataset, config)
+    return DatasetSamples(dataset, config, unit)
 
 
 class DatasetSamples(Samples):
     """Items of a Dataset, each a tuple (input, ..., target) or a dict of columns, read one by one and stacked."""
 
-    def __init__(self, dataset: Any, config: DataConfig) -> None:
+    def __init__(self, dataset: Any, config: DataConfig, unit: str | None = None) -> None:
         self._dataset = dataset
         self._config = config
         self._source = f"the dataset of {config.factory}"
@@ -42,12 +53,19 @@ class DatasetSamples(Samples):
         require_rows(count, self._source)
         self._shapes = _shapes(*self._tensors(0))
         ids = row_numbers(count) if config.id is None else unique_ids([self._id(row, config.id) for row in range(count)], config.id)
-        super().__init__(ids, None, self._digest(count))
+        units = None if unit is None else unit_ids(self._unit_column(unit, count), unit)
+        super().__init__(ids, None, self._digest(count, units), units)
 
     def read(self, start: int, stop: int) -> Block:
-        rows = [self._like_the_first(row) for row in range(start, stop)]
-        inputs = tuple(torch.stack(values) for values in zip(*(inputs for inputs, _ in rows), strict=True))
-        targets = [target for _, target in rows if target is not None]
+        return self._stacked(range(start, stop))
+
+    def take(self, rows: Array) -> Block:
+        return self._stacked(self._existing(rows).tolist())
+
+    def _stacked(self, rows: Sequence[int]) -> Block:
+        items = [self._like_the_first(row) for row in rows]
+        inputs = tuple(torch.stack(values) for values in zip(*(inputs for inputs, _ in items), strict=True))
+        targets = [target for _, target in items if target is not None]
         return Block(inputs, torch.stack(targets) if targets else None)
 
     def describe(self, row: int) -> str | None:
@@ -120,13 +138,30 @@ class DatasetSamples(Samples):
         value = item[column]
         return value.item() if isinstance(value, Tensor | np.generic) and value.ndim == 0 else value
 
-    def _digest(self, count: int) -> str:
-        """Of what is cheap to look at: what was called, the length, the first and the last item."""
+    def _unit_column(self, column: str, count: int) -> Sequence[Any] | Array:
+        """The dataset's own list of that name, if it has one, which spares reading every item; else what its items hold."""
+        listed = getattr(self._dataset, column, None)
+        if listed is None:
+            if not isinstance(self._item(0), Mapping):
+                raise ConfigError(
+                    f"privacy.unit.column: {self._source} has no list {column!r} that says whom each row belongs to",
+                    expected=f"an attribute {column} with one text or whole number per row, or items that are dicts with {column!r}",
+                )
+            return [self._id(row, column) for row in range(count)]
+        values = np.asarray(listed.cpu() if isinstance(listed, Tensor) else listed)
+        if values.shape != (count,):
+            raise DataError(f"{column!r} of {self._source} has the shape {list(values.shape)}", expected=f"one id for each of {count} rows")
+        return values
+
+    def _digest(self, count: int, units: Array | None) -> str:
+        """Of what is cheap to look at: what was called, the length, the first and the last item, whom the rows belong to."""
         digest = hashlib.sha256(json.dumps([self._config.factory, self._config.kwargs, count], sort_keys=True, default=str).encode())
         for row in (0, count - 1):
             inputs, target = self._tensors(row)
             for tensor in (*inputs, *(() if target is None else (target,))):
                 digest.update(tensor.numpy().tobytes())
+        if units is not None:
+            digest.update("\n".join(map(str, units.tolist())).encode())
         return digest.hexdigest()
 
 

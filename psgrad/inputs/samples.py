@@ -23,23 +23,30 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Block:
-    """Neighbouring rows, stacked: every tensor is [n, ...] on the CPU. Whole numbers are int64, all others float32."""
+    """Rows, stacked: every tensor is [n, ...] on the CPU. Whole numbers are int64, all others float32."""
 
     inputs: tuple[Tensor, ...]
     target: Tensor | None
+
+    def at(self, places: Array) -> Block:
+        """The rows at these places of the block, in this order; a copy."""
+        index = torch.from_numpy(places)
+        return Block(tuple(x[index] for x in self.inputs), None if self.target is None else self.target[index])
 
 
 class Samples(ABC):
     """A dataset in its own order.
 
     ids: [n], text or int64, all different. targets: [n], int64 or float32, where the target is one number per row and was cheap
-    to read; else None. fingerprint: a SHA-256 that changes when the data does. Rows are counted from 0, in messages too.
+    to read; else None. fingerprint: a SHA-256 that changes when the data does. units: [n], text or int64, whom each row belongs to,
+    where a column for that was named; else None. Rows are counted from 0, in messages too.
     """
 
-    def __init__(self, ids: Array, targets: Array | None, fingerprint: str) -> None:
+    def __init__(self, ids: Array, targets: Array | None, fingerprint: str, units: Array | None = None) -> None:
         self.ids = ids
         self.targets = targets
         self.fingerprint = fingerprint
+        self.units = units
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -47,6 +54,23 @@ class Samples(ABC):
     @abstractmethod
     def read(self, start: int, stop: int) -> Block:
         """The rows start, ..., stop - 1, which must exist. Raises DataError where one of them can't be used."""
+
+    def take(self, rows: Array) -> Block:
+        """Any rows, at least one, in the given order; [n] whole numbers, of which one may occur more than once.
+
+        Each row is read once, neighbours together. Raises IndexError for a row that is not there, DataError as `read` does.
+        """
+        distinct, places = np.unique(self._existing(rows), return_inverse=True)
+        blocks = [self.read(start, stop) for start, stop in runs(distinct)]
+        inputs = tuple(torch.cat(parts) for parts in zip(*(block.inputs for block in blocks), strict=True))
+        targets = [block.target for block in blocks if block.target is not None]
+        return Block(inputs, torch.cat(targets) if targets else None).at(places)
+
+    def _existing(self, rows: Array) -> Array:
+        found = np.asarray(rows, dtype=np.int64)
+        if found.ndim != 1 or not len(found) or found.min() < 0 or found.max() >= len(self):
+            raise IndexError(f"rows must be a list of at least one number from 0 to {len(self) - 1}, got {rows!r}")
+        return found
 
     def describe(self, row: int) -> str | None:
         """A row's input as text for people; None where numbers or a picture say it best."""
@@ -78,18 +102,21 @@ def not_numbers(name: str, kind: object, example: str | None = None) -> DataErro
     )
 
 
+def runs(rows: Array) -> list[tuple[int, int]]:
+    """The (start, stop) of neighbouring rows, for rows in rising order."""
+    breaks = np.flatnonzero(np.diff(rows) != 1) + 1
+    return [(int(part[0]), int(part[-1]) + 1) for part in np.split(rows, breaks)]
+
+
+def unit_ids(ids: Sequence[Any] | Array, name: str) -> Array:
+    """Whom each row belongs to, as an array of text or int64. Raises DataError where one is missing or is neither."""
+    return _ids(pd.Series(ids), name)
+
+
 def unique_ids(ids: Sequence[Any] | Array, name: str) -> Array:
     """The ids as an array of text or int64. Raises DataError where one is missing or occurs twice."""
     series = pd.Series(ids)
-    if series.isna().any():
-        raise DataError(f"the id in row {int(np.flatnonzero(series.isna())[0])} of {name!r} is missing", expected="one id per row")
-    values = series.to_numpy()
-    if values.dtype.kind in "iu":
-        found: Array = values.astype(np.int64)
-    elif all(isinstance(value, str) for value in values):
-        found = values.astype(np.str_)
-    else:
-        raise DataError(f"the ids in {name!r} are of type {type(values[0]).__name__}", expected="texts or whole numbers")
+    found = _ids(series, name)
     twice = series[series.duplicated()].drop_duplicates()
     if len(twice):
         shown = "; ".join(f"{value!r} in rows {', '.join(map(str, np.flatnonzero(series == value)[:3]))}" for value in twice[:_SHOWN])
@@ -98,14 +125,25 @@ def unique_ids(ids: Sequence[Any] | Array, name: str) -> Array:
     return found
 
 
+def _ids(series: pd.Series[Any], name: str) -> Array:
+    if series.isna().any():
+        raise DataError(f"the id in row {int(np.flatnonzero(series.isna())[0])} of {name!r} is missing", expected="one id per row")
+    values = series.to_numpy()
+    if values.dtype.kind in "iu":
+        return values.astype(np.int64)
+    if all(isinstance(value, str) for value in values):
+        return values.astype(np.str_)
+    raise DataError(f"the ids in {name!r} are of type {type(values[0]).__name__}", expected="texts or whole numbers")
+
+
 def input_names(config: DataConfig) -> list[str]:
     """The columns that a file's config names as inputs."""
     return [config.inputs] if isinstance(config.inputs, str) else list(config.inputs or ())
 
 
-def named_columns(config: DataConfig) -> list[str]:
-    """All columns that a config names, each once: inputs, target, id."""
-    return list(dict.fromkeys([*input_names(config), *(name for name in (config.target, config.id) if name is not None)]))
+def named_columns(config: DataConfig, unit: str | None = None) -> list[str]:
+    """All columns that a config names, each once: inputs, target, id, and the one that says whom a row belongs to."""
+    return list(dict.fromkeys([*input_names(config), *(name for name in (config.target, config.id, unit) if name is not None)]))
 
 
 def row_numbers(count: int) -> Array:

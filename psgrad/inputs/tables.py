@@ -8,7 +8,7 @@ import tempfile
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,8 +31,10 @@ from psgrad.inputs.samples import (
     require_columns,
     require_rows,
     row_numbers,
+    runs,
     to_tensor,
     unique_ids,
+    unit_ids,
 )
 
 _CSV_BLOCK_BYTES = 8 << 20
@@ -47,6 +49,9 @@ class Rows(Protocol):
     def read(self, start: int, stop: int) -> pa.Table:
         """The rows start, ..., stop - 1."""
 
+    def take(self, rows: Array) -> pa.Table:
+        """Rows from anywhere, in rising order, each once. What else was read to get at them does not stay in memory."""
+
     def column(self, name: str) -> pa.ChunkedArray:
         """A whole column."""
 
@@ -54,7 +59,7 @@ class Rows(Protocol):
 class TableSamples(Samples):
     """Rows of a table as tensors. A list of scalar columns is one feature vector; any other column is a tensor of its own."""
 
-    def __init__(self, rows: Rows, config: DataConfig, path: Path) -> None:
+    def __init__(self, rows: Rows, config: DataConfig, path: Path, unit: str | None = None) -> None:
         require_rows(rows.count, str(path))
         self._rows = rows
         self._inputs = input_names(config)
@@ -65,14 +70,27 @@ class TableSamples(Samples):
             _require_numbers(name, kinds[name])
         self._one_vector = isinstance(config.inputs, list) and not any(_is_list(kinds[name]) for name in self._inputs)
         ids = row_numbers(rows.count) if config.id is None else unique_ids(_plain(rows.column(config.id)).to_pandas(), config.id)
+        units = None if unit is None else unit_ids(_plain(rows.column(unit)).to_pandas(), unit)
         targets = None
         if config.target is not None and not _is_list(kinds[config.target]):
             targets = to_tensor(_numbers(rows.column(config.target), config.target, 0), config.target).numpy()
-        super().__init__(ids, targets, sha256_of(path))
+        super().__init__(ids, targets, sha256_of(path), units)
         self.read(0, 1)  # the first row's shapes are what every other row must have
 
     def read(self, start: int, stop: int) -> Block:
-        table = self._rows.read(start, stop)
+        return self._block(self._rows.read(start, stop), start)
+
+    def take(self, rows: Array) -> Block:
+        distinct, places = np.unique(self._existing(rows), return_inverse=True)
+        table = self._rows.take(distinct)
+        try:
+            return self._block(table, 0).at(places)
+        except DataError:
+            for row in distinct.tolist():  # one of them is at fault, and is told with its own number
+                self.read(row, row + 1)
+            raise
+
+    def _block(self, table: pa.Table, start: int) -> Block:
         arrays = [self._array(table, name, start) for name in self._inputs]
         if self._one_vector:
             inputs = [to_tensor(np.stack(arrays, axis=1), ", ".join(self._inputs))]
@@ -144,13 +162,14 @@ def _first(mask: Array) -> int:
 # Parquet --------------------------------------------------------------------------------------------------------------------------
 
 
-def load_parquet(path: Path, config: DataConfig) -> Samples:
+def load_parquet(path: Path, config: DataConfig, unit: str | None = None) -> Samples:
     """A parquet file, read by row groups, of which one at a time is in memory."""
     with _damage_told(path, "parquet"):
         file = pq.ParquetFile(path)
-        require_columns(named_columns(config), file.schema_arrow.names, str(path))
-        _require_single_names(file.schema_arrow.names, named_columns(config), path)
-    return TableSamples(_ParquetRows(file, named_columns(config), path), config, path)
+        columns = named_columns(config, unit)
+        require_columns(columns, file.schema_arrow.names, str(path))
+        _require_single_names(file.schema_arrow.names, columns, path)
+    return TableSamples(_ParquetRows(file, columns, path), config, path, unit)
 
 
 class _ParquetRows:
@@ -171,6 +190,12 @@ class _ParquetRows:
             begin, end = max(start, self._starts[group]), min(stop, self._starts[group + 1])
             parts.append(self._group(group).slice(begin - self._starts[group], end - begin))
         return pa.concat_tables(parts)
+
+    def take(self, rows: Array) -> pa.Table:
+        edges = np.searchsorted(rows, self._starts)
+        groups = [group for group, (first, last) in enumerate(pairwise(edges)) if first < last]
+        # A copy of each group's rows: a slice would keep the whole group.
+        return pa.concat_tables([self._group(g).take(pa.array(rows[edges[g] : edges[g + 1]] - self._starts[g])) for g in groups])
 
     def column(self, name: str) -> pa.ChunkedArray:
         with _damage_told(self._path, "parquet"):
@@ -207,7 +232,7 @@ def _require_single_names(names: list[str], wanted: list[str], path: Path) -> No
 # CSV ------------------------------------------------------------------------------------------------------------------------------
 
 
-def load_csv(path: Path, config: DataConfig) -> Samples:
+def load_csv(path: Path, config: DataConfig, unit: str | None = None) -> Samples:
     """A csv file with a header, comma-separated, in UTF-8.
 
     It is read twice, block by block: to find the type of every column, then to convert it into a memory-mapped table in the
@@ -215,11 +240,11 @@ def load_csv(path: Path, config: DataConfig) -> Samples:
     """
     with _damage_told(path, "csv"):
         header = _header(path)
-        columns = named_columns(config)
+        columns = named_columns(config, unit)
         require_columns(columns, header, str(path))
         _require_single_names(header, columns, path)
-        kinds = _column_types(path, header, columns, config.id)
-        return TableSamples(_CsvRows(path, header, kinds), config, path)
+        kinds = _column_types(path, header, columns, {name for name in (config.id, unit) if name is not None})
+        return TableSamples(_CsvRows(path, header, kinds), config, path, unit)
 
 
 class _CsvRows:
@@ -236,6 +261,9 @@ class _CsvRows:
 
     def read(self, start: int, stop: int) -> pa.Table:
         return self._table.slice(start, stop - start)
+
+    def take(self, rows: Array) -> pa.Table:
+        return pa.concat_tables([self.read(start, stop) for start, stop in runs(rows)])  # of a table that is mapped, not read
 
     def column(self, name: str) -> pa.ChunkedArray:
         return self._table.column(name)
@@ -275,14 +303,14 @@ def _text_blocks(path: Path, header: list[str], columns: list[str]) -> Iterator[
         ) from error
 
 
-def _column_types(path: Path, header: list[str], columns: list[str], id_column: str | None) -> dict[str, pa.DataType]:
-    """int64 or float64 for numbers, text for the id where its numbers would not keep their spelling (007)."""
+def _column_types(path: Path, header: list[str], columns: list[str], id_columns: set[str]) -> dict[str, pa.DataType]:
+    """int64 or float64 for numbers, text for ids where their numbers would not keep their spelling (007)."""
     kinds = dict.fromkeys(columns, pa.int64())
     first_row = 0
     for block in _text_blocks(path, header, columns):
         for name in columns:
             cells = _trimmed(block.column(name))
-            if name == id_column:
+            if name in id_columns:
                 kinds[name] = kinds[name] if kinds[name] == pa.string() or _keeps_spelling(cells) else pa.string()
             elif kinds[name] == pa.int64() and not _casts(cells, pa.int64()):
                 kinds[name] = pa.float64()

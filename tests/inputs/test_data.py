@@ -12,6 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -188,6 +190,110 @@ def test_an_empty_cell_among_fractions_is_nan(tmp_path: Path) -> None:
         assert samples.read(0, 3).inputs[0].isnan().flatten().tolist() == [False, True, False]
         assert samples.targets is not None
         assert np.isnan(samples.targets).tolist() == [False, False, True]
+
+
+# Any rows -------------------------------------------------------------------------------------------------------------------------
+
+
+def taken(samples: Samples, rows: list[int]) -> tuple[list[Tensor], Tensor | None]:
+    """The rows as `take` gives them, after a look at each of them as `read` does."""
+    block = samples.take(np.array(rows))
+    alone = [samples.read(row, row + 1) for row in rows]
+    for place, values in enumerate(block.inputs):
+        expected = torch.cat([one.inputs[place] for one in alone])
+        assert values.dtype == expected.dtype
+        assert torch.equal(values, expected)
+    assert (block.target is None) == (alone[0].target is None)
+    if block.target is not None:
+        assert torch.equal(block.target, torch.cat([one.target for one in alone if one.target is not None]))
+    return list(block.inputs), block.target
+
+
+@pytest.fixture(scope="module")
+def formats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("formats")
+    write_all_formats(folder)
+    write_csv(folder, "\n".join(["a,b,label", *(f"{row / 7},{row},{row % 3}" for row in range(ROWS))]))
+    return folder
+
+
+@pytest.mark.parametrize("suffix", ["npz", "parquet", "safetensors", "csv"])
+@given(rows=st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=2 * ROWS))
+def test_any_rows_in_any_order(formats: Path, suffix: str, rows: list[int]) -> None:
+    inputs = ["a", "b"] if suffix == "csv" else ["pixels", "tokens"]
+    arrays, target = taken(load(formats, f"data.{suffix}", inputs=inputs, target="label"), rows)
+
+    assert target is not None
+    assert target.tolist() == LABELS[rows].tolist()
+    if suffix != "csv":
+        assert torch.equal(arrays[0], torch.tensor(PIXELS[rows], dtype=torch.float32))
+        assert torch.equal(arrays[1], torch.tensor(TOKENS[rows], dtype=torch.int64))
+
+
+@pytest.mark.parametrize("rows", [[], [-1], [ROWS], [[1]]])
+def test_rows_that_are_not_there(tmp_path: Path, rows: list[Any]) -> None:
+    write_all_formats(tmp_path)
+    for suffix in ("npz", "parquet", "safetensors"):
+        with pytest.raises(IndexError, match=f"from 0 to {ROWS - 1}"):
+            load(tmp_path, f"data.{suffix}", inputs="pixels").take(np.array(rows))
+
+
+def test_each_row_group_is_read_once_and_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups: list[int] = []
+    read = pq.ParquetFile.read_row_group
+    monkeypatch.setattr(
+        pq.ParquetFile, "read_row_group", lambda self, group, **options: groups.append(group) or read(self, group, **options)
+    )
+    samples = load(tmp_path, write_parquet(tmp_path, {"v": np.arange(40_000.0)}, rows_per_group=4_000), inputs="v")
+    groups.clear()
+    before = pa.total_allocated_bytes()
+    table = samples._rows.take(np.arange(0, 40_000, 5_000))  # type: ignore[attr-defined]
+
+    assert table.num_rows == 8
+    assert groups == sorted(set(groups))
+    assert pa.total_allocated_bytes() - before < 2 * 4_000 * 8  # one group that is held, and eight numbers
+
+
+def test_a_taken_row_at_fault_is_told_with_its_number(tmp_path: Path) -> None:
+    samples = load(tmp_path, write_parquet(tmp_path, {"v": [[1, 2], [3, 4], [5, 6], [7, 8], [9]]}, 2), inputs="v")
+    assert samples.take(np.array([3, 0, 3])).inputs[0].tolist() == [[7, 8], [1, 2], [7, 8]]
+    with pytest.raises(DataError, match="row 4 of the column 'v' has a list of 1 values, row 0 of 2"):
+        samples.take(np.array([4, 1, 3]))
+
+
+# Whom rows belong to --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", ["npz", "parquet", "safetensors"])
+def test_units_are_a_column_in_which_ids_occur_more_than_once(tmp_path: Path, suffix: str) -> None:
+    users = np.array([3, 3, 1, 3, 2, 1, 1, 1, 9, 9, 2])
+    write_npz(tmp_path, x=np.zeros(ROWS), user=users)
+    write_parquet(tmp_path, {"x": np.zeros(ROWS), "user": users})
+    save_file({"x": torch.zeros(ROWS), "user": torch.tensor(users)}, tmp_path / "data.safetensors")
+    config = DataConfig(path=Path(f"data.{suffix}"), inputs="x")
+
+    units = load_data(config, tmp_path, unit="user").units
+    assert units is not None
+    assert units.dtype == np.int64
+    assert units.tolist() == users.tolist()
+    assert load_data(config, tmp_path).units is None
+    with pytest.raises(ConfigError, match="has no column 'usr'; did you mean user"):
+        load_data(config, tmp_path, unit="usr")
+
+
+def test_users_in_csv_keep_their_spelling(tmp_path: Path) -> None:
+    config = DataConfig(path=Path(write_csv(tmp_path, "x,user\n1,7\n2,007\n3,7\n")), inputs="x")
+    units = load_data(config, tmp_path, unit="user").units
+    assert units is not None
+    assert units.tolist() == ["7", "007", "7"]
+
+
+def test_a_row_that_belongs_to_nobody(tmp_path: Path) -> None:
+    csv = DataConfig(path=Path(write_csv(tmp_path, "x,user\n1,a\n2,\n")), inputs="x")
+    parquet = DataConfig(path=Path(write_parquet(tmp_path, {"x": [1, 2], "user": [5, None]})), inputs="x")
+    for config in (csv, parquet):
+        with pytest.raises(DataError, match="the id in row 1 of 'user' is missing"):
+            load_data(config, tmp_path, unit="user")
 
 
 # CSV ------------------------------------------------------------------------------------------------------------------------------
@@ -440,6 +546,11 @@ def dicts():
     return Items({"x": np.full(2, i), "m": [True], "y": float(i), "name": f"n{i}", "n": torch.tensor(i)} for i in range(3))
 def triples(): return Items((torch.ones(2), 3, i) for i in range(3))
 def alone(): return Items(torch.full((2,), float(i)) for i in range(3))
+class Owned(Items): pass
+def owned(users="abca", count=4):
+    items = Owned((torch.full((2,), float(i)), i) for i in range(count))
+    items.users = list(users)
+    return items
 def twins(): return Items({"x": torch.ones(2), "name": "same"} for i in range(3))
 def ragged(): return Items((torch.ones(2 if i < 2 else 3), 0) for i in range(3))
 def crooked(): return Items([([[1, 2], [3]], 0)])
@@ -467,8 +578,8 @@ def fails(): raise ValueError("no such split")
 def factory(tmp_path: Path) -> Any:
     (tmp_path / "sets.py").write_text(DATASETS)
 
-    def make(name: str, **options: Any) -> Samples:
-        return load_data(DataConfig(factory=f"sets.py:{name}", **options), tmp_path)
+    def make(name: str, unit: str | None = None, **options: Any) -> Samples:
+        return load_data(DataConfig(factory=f"sets.py:{name}", **options), tmp_path, unit)
 
     return make
 
@@ -543,3 +654,27 @@ def test_names_that_a_dataset_does_not_have(factory: Any) -> None:
         factory("pairs", id="x")
     with pytest.raises(DataError, match="1 ids in 'name' occur more than once: 'same' in rows 0, 1, 2"):
         factory("twins", inputs="x", id="name")
+
+
+def test_any_rows_of_a_dataset(factory: Any) -> None:
+    (x,), target = taken(factory("pairs"), [2, 0, 2, 1])
+    assert x.tolist() == [[4.0, 5.0], [0.0, 1.0], [4.0, 5.0], [2.0, 3.0]]
+    assert target is not None
+    assert target.tolist() == [2, 0, 2, 1]
+    with pytest.raises(DataError, match=r"row 2 of the dataset of sets\.py:raising raised OSError"):
+        factory("raising").take(np.array([0, 2]))
+
+
+def test_units_of_a_dataset_are_its_own_list_or_in_its_items(factory: Any) -> None:
+    assert factory("owned", unit="users").units.tolist() == list("abca")
+    assert factory("dicts", unit="name", inputs="x").units.tolist() == ["n0", "n1", "n2"]
+    assert factory("owned").units is None
+    assert factory("owned", unit="users").fingerprint != factory("owned", unit="users", kwargs={"users": "abcb"}).fingerprint
+    with pytest.raises(
+        ConfigError, match=r"privacy\.unit\.column: the dataset of sets\.py:pairs has no list 'users' .*\n  expected: an attr"
+    ):
+        factory("pairs", unit="users")
+    with pytest.raises(DataError, match=r"'users' of .* has the shape \[3\]\n  expected: one id for each of 4 rows"):
+        factory("owned", unit="users", kwargs={"users": "abc"})
+    with pytest.raises(ConfigError, match="has no column 'user'\n  expected: one of its columns: x, m"):
+        factory("dicts", unit="user", inputs="x")
