@@ -1,0 +1,166 @@
+"""What one step costs: the event that a ledger line holds and an accountant reads.
+
+A step draws records by a scheme, sums their clipped gradients, and adds noise whose standard deviation is the noise multiplier times the
+sum's sensitivity under a relation between datasets. These three say all that epsilon depends on.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from psgrad.engine.privacy.relation import Relation
+from psgrad.engine.privacy.sampling import FIELDS, Sampling, Scheme
+from psgrad.errors import ConfigError
+
+Mechanism = Literal["gaussian", "discrete_gaussian"]
+Events = Sequence[tuple["StepEvent", int]]
+"""(event, how many such steps), in the order in which they are taken."""
+
+# What some accountant covers, of each scheme: moments (RDP), and privacy loss distributions (PLD), which need continuous noise.
+RDP_RELATIONS: dict[Scheme, tuple[Relation, ...]] = {
+    "poisson": ("add_or_remove_one", "zero_out"),
+    "truncated_poisson": (),
+    "fixed": ("replace_one", "zero_out"),
+}
+PLD_RELATIONS: dict[Scheme, tuple[Relation, ...]] = {
+    "poisson": ("add_or_remove_one", "zero_out", "replace_one"),
+    "truncated_poisson": ("zero_out", "replace_one"),
+    "fixed": ("replace_one", "zero_out"),
+}
+_WHY_NONE = {
+    ("fixed", "add_or_remove_one"): "a record more or less does not change the size of a fixed batch, so nothing protects that size",
+    ("truncated_poisson", "add_or_remove_one"): "truncation depends on the number of records, which this relation takes for private",
+}
+
+
+@dataclass(frozen=True)
+class StepEvent:
+    """One step, as an accountant sees it.
+
+    Attributes:
+        noise_multiplier: z; the noise has standard deviation z * sensitivity on the sum, where the sensitivity is that of the relation
+            (doubled where a record is replaced). With an adaptive bound, what sum and count cost together.
+        sampling: how the batch was drawn.
+        relation: which datasets are neighbours.
+        mechanism: continuous noise, or noise on the integers.
+
+    Raises ConfigError for a multiplier that is negative or not finite, and for what no accountant covers.
+    """
+
+    noise_multiplier: float
+    sampling: Sampling
+    relation: Relation
+    mechanism: Mechanism = "gaussian"
+
+    def __post_init__(self) -> None:
+        _assert_one_of("relation", self.relation, get_args(Relation))
+        _assert_one_of("mechanism", self.mechanism, get_args(Mechanism))
+        number = isinstance(self.noise_multiplier, int | float) and not isinstance(self.noise_multiplier, bool)
+        if not number or not 0 <= self.noise_multiplier < math.inf:
+            raise ConfigError(f"the noise multiplier is {self.noise_multiplier!r}", expected="a finite number, at least 0 (no noise)")
+        scheme = self.sampling.scheme
+        if self.relation not in PLD_RELATIONS[scheme]:
+            raise ConfigError(
+                f"no accountant covers {scheme} sampling under {self.relation}",
+                expected=f"one of {', '.join(PLD_RELATIONS[scheme])} with {scheme} sampling",
+                cause=_WHY_NONE[scheme, self.relation],
+                next_step="choose another relation, or `scheme: poisson`, which is covered under all of them",
+            )
+        if self.mechanism == "discrete_gaussian" and self.relation not in RDP_RELATIONS[scheme]:
+            raise ConfigError(
+                f"no accountant covers discrete noise with {scheme} sampling under {self.relation}",
+                expected="poisson sampling under add_or_remove_one or zero_out, or fixed batches under replace_one or zero_out",
+                cause="discrete noise is accounted by its moments, and these are known for the schemes above",
+                next_step="choose one of these, or `mechanism: gaussian`",
+            )
+
+    @property
+    def sample_rate(self) -> float:
+        """The probability that a step is accounted to draw a record with: 1 for fixed batches, which are not amplified."""
+        return 1.0 if self.sampling.sample_rate is None else float(self.sampling.sample_rate)
+
+    # The factor 2 of replaced records. Noise has standard deviation z * S, where S is C where a record comes, goes or loses its gradient,
+    # and 2C where it is replaced. The two accountants take different numbers for the same noise: the moments of a Gaussian are asked for
+    # standard deviation / sensitivity; dp-accounting's privacy loss distributions for standard deviation / C, and under REPLACE_ONE they
+    # move the sum by 2C themselves. No other place of psgrad knows of this.
+
+    @property
+    def rdp_multiplier(self) -> float:
+        """The noise as moments take it: standard deviation / sensitivity."""
+        return float(self.noise_multiplier)
+
+    @property
+    def pld_multiplier(self) -> float:
+        """The noise as dp-accounting's privacy loss distributions take it: standard deviation / bound of one record."""
+        return 2.0 * self.noise_multiplier if self.relation == "replace_one" else float(self.noise_multiplier)
+
+    def line(self) -> dict[str, Any]:
+        """The event as plain JSON fields, for a ledger line; `event_of` reads them."""
+        return {
+            "noise_multiplier": self.noise_multiplier,
+            **self.sampling.describe(),
+            "relation": self.relation,
+            "mechanism": self.mechanism,
+        }
+
+
+def event_of(line: Mapping[str, Any]) -> StepEvent:
+    """The event of a ledger line. Fields that it has beyond those of `StepEvent.line` are not looked at.
+
+    Raises ConfigError for a line that lacks a field, or holds what no event can.
+    """
+
+    def field(name: str) -> Any:
+        if name not in line:
+            raise ConfigError(
+                f"a ledger line has no field {name!r}: {dict(line)}",
+                expected="noise_multiplier, scheme and its numbers, relation, mechanism",
+                cause="a line that is no step's, or a ledger of another program",
+            )
+        return line[name]
+
+    scheme = field("scheme")
+    _assert_one_of("sampling scheme", scheme, get_args(Scheme))
+    # A line that names a number of another scheme contradicts itself; Sampling says so.
+    numbers = {name: field(name) for name in FIELDS[scheme]}
+    others = {name: line[name] for names in FIELDS.values() for name in names if line.get(name) is not None}
+    return StepEvent(field("noise_multiplier"), Sampling(scheme, **(others | numbers)), field("relation"), field("mechanism"))
+
+
+def merged(events: Iterable[tuple[StepEvent, int]]) -> dict[StepEvent, int]:
+    """How many steps of each event, in order of first appearance, none of zero steps.
+
+    Raises ConfigError for a number of steps that is no natural number, and for events under different relations: their costs don't add up
+    to a guarantee under either.
+    """
+    counts: dict[StepEvent, int] = {}
+    for event, steps in events:
+        try:
+            number = operator.index(steps)
+        except TypeError:
+            number = -1
+        if number < 0 or isinstance(steps, bool):
+            raise ConfigError(
+                f"the number of steps is {steps!r}",
+                expected="a whole number, at least 0",
+                cause="epochs divided by the sampling rate, which is rarely whole" if isinstance(steps, float) else None,
+            )
+        if number:
+            counts[event] = counts.get(event, 0) + number
+    relations = list(dict.fromkeys(event.relation for event in counts))
+    if len(relations) > 1:
+        raise ConfigError(
+            f"the steps were taken under several relations: {', '.join(relations)}",
+            expected="one relation for all steps of a run",
+            cause="lines of several runs",
+        )
+    return counts
+
+
+def _assert_one_of(what: str, value: object, known: Sequence[str]) -> None:
+    if value not in known:
+        raise ConfigError(f"the {what} is {value!r}", expected=f"one of {', '.join(known)}")
