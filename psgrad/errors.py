@@ -71,6 +71,10 @@ class OutputExistsError(OutputError):
     exit_code = EXIT_USAGE
 
 
+class LedgerError(OutputError):
+    """The ledger of a private run is damaged, not this run's, or can't be written: nothing more may be released."""
+
+
 class TransformError(PsgradError, RuntimeError):
     """A function can't be transformed (differentiated, mapped over samples) as it is written.
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 import yaml
 from safetensors.torch import save_file
 
-import psgrad.storage
+import psgrad.storage.files
 from psgrad.config import DataConfig, ModelConfig
 from psgrad.inputs.data import load_data
 from psgrad.inputs.models import load_model
@@ -477,14 +477,14 @@ def shards_of(workplace: Workplace) -> pd.DataFrame:
 
 def test_a_full_disk_keeps_the_finished_rows(quick: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psgrad.workflows.analysis._ROWS_PER_SHARD", 8)
-    honest = psgrad.storage._write_atomically
+    honest = psgrad.storage.files.write_atomically
 
     def full(target: Path, data: Any) -> None:
         if target.name == "samples-00002.parquet":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         honest(target, data)
 
-    monkeypatch.setattr("psgrad.storage._write_atomically", full)
+    monkeypatch.setattr("psgrad.storage.files.write_atomically", full)
     quick.refused(3, "the disk is full", "16 finished samples stay in out/parts", options=("--set", "engine.chunk_size=4"))
     assert shards_of(quick)["id"].tolist() == quick.arrays["uid"][:16].tolist()
     manifest = quick.manifest()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import json
 import math
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,19 +14,25 @@ import numpy as np
 import pandas as pd
 
 from psgrad.errors import OutputError, OutputExistsError
+from psgrad.storage import files
+from psgrad.storage.ledger_lines import has_begun
 
 MANIFEST = "manifest.json"
 SHARDS = "parts"
+PUBLIC, PRIVATE = "public", "private"  # of a private run: what may be published, and what may not
+LEDGER = f"{PUBLIC}/ledger.jsonl"
+CHECKPOINT = "checkpoint.safetensors"
 
 # What psgrad writes at the top of a run folder, and so all that replacing a run may remove. A stranger's file stays where it is.
-OWN_ENTRIES = (SHARDS, "plots", "samples.parquet", "samples.csv", "parameters.parquet", "report.html")
+OWN_ENTRIES = (SHARDS, "plots", "samples.parquet", "samples.csv", "parameters.parquet", "report.html", PUBLIC, PRIVATE, CHECKPOINT)
 
-_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 
 
 class RunFolder:
     """The folder of one run. Every write is atomic: a temporary file beside the target, fsync, rename, fsync of the folder."""
+
+    after_more_space = "free some space, or choose an --output on another disk, and run again"
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -42,7 +46,8 @@ class RunFolder:
         Call this late, when model and data are known to be good: the earlier run is gone afterwards.
 
         Raises:
-            OutputExistsError: the folder holds a run and may not be replaced, or holds something that is not a run.
+            OutputExistsError: the folder holds a run and may not be replaced, or holds something that is not a run. A run with a ledger
+                is never replaced: the ledger is the record of what privacy was spent.
             OutputError: the folder can't be made.
         """
         run = cls(path)
@@ -52,7 +57,7 @@ class RunFolder:
                 run._clear()
             else:
                 # Norms and losses tell about single training examples: a new folder is for its owner's eyes.
-                path.mkdir(parents=True, mode=0o700)
+                files.make_folder(path, 0o700)
         except OSError as error:
             raise _unusable(path, error) from error
         run.write_manifest({"state": "running"})
@@ -70,11 +75,18 @@ class RunFolder:
                 return
         except OSError as error:
             raise _unusable(path, error) from error
-        if not _is_run(path):
+        if manifest_of(path) is None:
             raise OutputExistsError(
                 f"the output folder {path} is not empty and does not hold a psgrad run",
                 expected="a new or empty folder, or the folder of an earlier run",
                 next_step="choose another --output; --overwrite replaces earlier runs only",
+            )
+        if has_begun(path / LEDGER):
+            raise OutputExistsError(
+                f"the output folder {path} holds the ledger of a private run",
+                expected="a new or empty folder, or --resume to go on with that run",
+                cause="a ledger is the only record of the privacy that was spent on these data, and --overwrite never removes one",
+                next_step="choose another --output, or go on with --resume; who is sure of it deletes the folder by hand",
             )
         if not overwrite:
             raise OutputExistsError(
@@ -86,7 +98,7 @@ class RunFolder:
     def _clear(self) -> None:
         # The manifest stays until create() replaces it: a crash half-way leaves a folder that can be recognised and overwritten.
         for name in OWN_ENTRIES:
-            for entry in (self.path / name, *self.path.glob(f".{name}.*.tmp")):
+            for entry in (self.path / name, *files.leftovers_of(self.path / name)):
                 _remove(entry)
 
     def append_rows(self, frame: pd.DataFrame) -> None:
@@ -124,21 +136,24 @@ class RunFolder:
         """
         target = self.path / name
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            _write_atomically(target, data)
+            files.make_folder(target.parent)
+            files.write_atomically(target, data)
         except OSError as error:
             raise self._explain(error, target, len(data)) from error
 
     def _explain(self, error: OSError, target: Path, wanted: int) -> OutputError:
-        if error.errno not in _NO_SPACE:
+        if error.errno not in files.NO_SPACE:
             return OutputError(f"{target} can't be written: {error.strerror or error}", next_step="check the folder and its permissions")
-        kept = f"{self.rows:,} finished samples stay in {self.path / SHARDS}" if self._shards else "no samples were finished yet"
         return OutputError(
             f"the disk is full or over quota: {target} can't be written ({error.strerror})",
             expected=f"{wanted:,} free bytes for this file",
-            cause=f"no space; what was written before is whole: {kept}",
-            next_step="free some space, or choose an --output on another disk, and run again",
+            cause=f"no space; what was written before is whole: {self._kept()}",
+            next_step=self.after_more_space,
         )
+
+    def _kept(self) -> str:
+        """What is there after a write that failed, for people."""
+        return f"{self.rows:,} finished samples stay in {self.path / SHARDS}" if self._shards else "no samples were finished yet"
 
 
 def _unusable(path: Path, error: OSError) -> OutputError:
@@ -149,13 +164,14 @@ def _unusable(path: Path, error: OSError) -> OutputError:
     )
 
 
-def _is_run(folder: Path) -> bool:
+def manifest_of(folder: Path) -> dict[str, Any] | None:
+    """What manifest.json says; None where the folder is no run of psgrad."""
     # Other tools have files named manifest.json too: the mark inside decides.
     try:
         content = json.loads((folder / MANIFEST).read_bytes())
     except (OSError, ValueError):
-        return False
-    return isinstance(content, dict) and content.get("tool") == "psgrad"
+        return None
+    return content if isinstance(content, dict) and content.get("tool") == "psgrad" else None
 
 
 def _remove(path: Path) -> None:
@@ -163,29 +179,6 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _write_atomically(target: Path, data: bytes | memoryview) -> None:
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    _sync_folder(target.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    # The rename itself is durable only when the folder is: without this a power cut may undo it.
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _harmless(frame: pd.DataFrame) -> pd.DataFrame:

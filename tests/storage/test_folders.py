@@ -123,10 +123,10 @@ def test_a_failed_write_leaves_the_earlier_file_as_it_was(tmp_path: Path, monkey
     run = RunFolder.create(tmp_path / "run")
     run.write_bytes("report.html", b"old")
 
-    def broken(self: Path, target: Path) -> Any:
+    def broken(source: Path, target: Path) -> Any:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(Path, "replace", broken)
+    monkeypatch.setattr(os, "replace", broken)
     with pytest.raises(OutputError, match="Input/output error"):
         run.write_bytes("report.html", b"new")
     assert (run.path / "report.html").read_bytes() == b"old"
