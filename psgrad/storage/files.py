@@ -1,0 +1,83 @@
+"""Durable files: whole or not at all, and still there after the power is cut.
+
+A file that was written is not on the disk until fsync, and its name is not until the folder's fsync. All that psgrad keeps goes through
+the few functions here, so that one place decides the order.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from psgrad.storage import crash
+
+NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+def write_atomically(target: Path, data: bytes | memoryview) -> None:
+    """Write a file so that at every moment, a crash included, it is as before or whole: temporary file, fsync, rename, fsync of the folder.
+
+    Raises OSError; the file is then as it was, and no temporary file is left.
+    """
+    temporary = temporary_for(target)
+    try:
+        crash.point()
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        try:
+            write_all(descriptor, data)
+            sync(descriptor)
+        finally:
+            os.close(descriptor)
+        crash.point()
+        os.replace(temporary, target)  # noqa: PTH105 (one module, one way: everything here is a call of os)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(target.parent)
+
+
+def temporary_for(target: Path) -> Path:
+    """Where `write_atomically` writes first: beside the target, hidden, with this process's number."""
+    return target.with_name(f".{target.name}.{os.getpid()}.tmp")
+
+
+def leftovers_of(target: Path) -> list[Path]:
+    """Temporary files of the target, of any process: one that was killed can't remove its own."""
+    return sorted(target.parent.glob(f".{target.name}.*.tmp"))
+
+
+def write_all(descriptor: int, data: bytes | memoryview) -> None:
+    """Write every byte at the descriptor's place, in one call where the system takes them so. Raises OSError."""
+    crash.point()
+    crash.point(lambda: os.write(descriptor, data[: max(1, len(data) // 2)]))
+    written = os.write(descriptor, data)
+    while written < len(data):  # some systems take 2 GiB at a time; a full disk takes a part, and refuses the rest
+        written += os.write(descriptor, memoryview(data)[written:])
+
+
+def sync(descriptor: int) -> None:
+    """Wait until what was written is on the disk. Raises OSError."""
+    crash.point()
+    os.fsync(descriptor)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in the folder are on the disk: without it a power cut may undo a rename. Raises OSError."""
+    crash.point()
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_folder(folder: Path, mode: int = 0o777) -> None:
+    """Make a folder, and those above it, durably; nothing where it exists. `mode` is that of the folder itself. Raises OSError."""
+    if folder.is_dir():
+        return
+    if folder.parent != folder:
+        make_folder(folder.parent)
+    crash.point()
+    folder.mkdir(mode=mode, exist_ok=True)
+    sync_folder(folder.parent)

@@ -1,0 +1,203 @@
+"""The lines of a ledger: what they must be, and what a file of them says."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from psgrad.errors import ConfigError, LedgerError
+
+FORMAT = 1
+HEADER, STEP, RESUME = "header", "step", "resume"
+UNFINISHED = b" [unfinished]\n"
+
+_BEGINNING = b'{"kind": "header", '
+
+
+@dataclass(frozen=True)
+class LedgerContent:
+    """What a ledger says.
+
+    Attributes:
+        lines: the complete lines in order; the first is the header.
+        digests: the SHA-256 of each.
+        unfinished: what stands after them: the beginning of a line for which nothing was released, mostly empty.
+        open_ended: whether the last line lacks nothing but its newline.
+    """
+
+    path: Path
+    lines: tuple[dict[str, Any], ...]
+    digests: tuple[str, ...]
+    unfinished: bytes
+    open_ended: bool
+
+    @property
+    def header(self) -> dict[str, Any]:
+        return self.lines[0]
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """The lines of the steps that were paid for; a process killed right after it paid has released nothing for the last one."""
+        return [line for line in self.lines if line["kind"] == STEP]
+
+    @property
+    def position(self) -> int:
+        """How many complete lines there are."""
+        return len(self.lines)
+
+
+def parse(path: Path, data: bytes) -> LedgerContent:
+    """The lines of the file. Raises LedgerError, with the line's number, for all damage but an unfinished line that is accounted for."""
+    pieces = data.split(b"\n")
+    raws = [piece + b"\n" for piece in pieces[:-1]] + [piece for piece in pieces[-1:] if piece]
+    lines: list[dict[str, Any]] = []
+    digests: list[str] = []
+    unfinished = b""
+    for number, raw in enumerate(raws, 1):
+        line = _line_in(raw)
+        if line is None:
+            if raw.endswith(b"\n") and not raw.endswith(UNFINISHED):
+                raise _damaged(path, number, "is not a line that psgrad wrote")
+            unfinished += raw
+            continue
+        if line.get("torn") != torn(unfinished):
+            raise _damaged(path, number, "does not account for the unfinished line before it")
+        if line["position"] != len(lines):
+            raise _damaged(path, number, f"says that there are {line['position']} lines before it, and there are {len(lines)}")
+        if line["previous"] != (digests[-1] if digests else None):
+            raise _damaged(path, number, "was written after another line than the one before it now")
+        if (line["kind"] == HEADER) != (not lines) or (unfinished and line["kind"] not in (HEADER, RESUME)):
+            raise _damaged(path, number, f"is a {line['kind']} line, which has no place there")
+        if line["kind"] == HEADER and line.get("format") != FORMAT:
+            raise LedgerError(
+                f"the ledger {path} is of format {line.get('format')}", expected=f"format {FORMAT}", next_step="read it with a newer psgrad"
+            )
+        lines.append(line)
+        digests.append(hashlib.sha256(raw if raw.endswith(b"\n") else raw + b"\n").hexdigest())
+        unfinished = b""
+    return LedgerContent(path, tuple(lines), tuple(digests), unfinished, bool(data) and not unfinished and not data.endswith(b"\n"))
+
+
+def _line_in(raw: bytes) -> dict[str, Any] | None:
+    """The line if it is whole, None otherwise: every beginning of a line of JSON is no JSON."""
+    try:
+        line = json.loads(raw)
+    except ValueError:
+        return None
+    whole = (
+        isinstance(line, dict)
+        and isinstance(line.get("kind"), str)
+        and isinstance(line.get("position"), int)
+        and isinstance(line.get("previous"), str | None)
+    )
+    return line if whole else None
+
+
+def torn(unfinished: bytes) -> dict[str, Any] | None:
+    """What a line says of the unfinished one before it."""
+    return {"bytes": len(unfinished), "sha256": hashlib.sha256(unfinished).hexdigest()} if unfinished else None
+
+
+def is_torn_header(unfinished: bytes) -> bool:
+    """Whether the bytes may be what a process left that was killed while it began a ledger; zeros are what a power cut leaves."""
+    start = unfinished.lstrip(b"\0")[: len(_BEGINNING)]
+    return _BEGINNING.startswith(start) or start.startswith(UNFINISHED[: len(start)])
+
+
+def has_begun(path: Path) -> bool:
+    """Whether there is a ledger that may have paid for anything; one that is damaged may."""
+    try:
+        content = parse(path, path.read_bytes())
+    except FileNotFoundError:
+        return False
+    except (OSError, LedgerError):
+        return True
+    return bool(content.lines) or not is_torn_header(content.unfinished)
+
+
+def bytes_of(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+# Refusals --------------------------------------------------------------------------------------------------------------------------
+
+
+def require_begun(content: LedgerContent) -> None:
+    if not content.lines:
+        raise LedgerError(
+            f"the ledger {content.path} has no header",
+            cause="the run was killed before its first step; nothing was spent or released",
+            next_step="begin the run again with --overwrite, without --resume",
+        )
+
+
+def require_mark(content: LedgerContent, mark: Mapping[str, Any] | None) -> None:
+    if mark is None:
+        return
+    position, digest = mark["ledger_position"], mark["ledger_sha256"]
+    if position > content.position:
+        found = f"the checkpoint was made when the ledger {content.path} had {position:,} lines, and it has {content.position:,}"
+    elif content.digests[position - 1] != digest:
+        found = f"line {position:,} of the ledger {content.path} is not the one that the checkpoint was made after"
+    else:
+        return
+    raise LedgerError(
+        found,
+        expected="the ledger that paid for the checkpoint: with another one the epsilon would be too small",
+        cause="the ledger or the checkpoint was replaced by a copy, or edited",
+        next_step="put back the ledger that belongs to the checkpoint",
+    )
+
+
+def require_same(there: Mapping[str, Any], expected: Mapping[str, Any], what: str, *, show: bool = True) -> None:
+    """Refuse to go on with the run of something else.
+
+    Args:
+        there: what the earlier run wrote down.
+        expected: what this run would write; each of its keys is compared, as JSON.
+        what: where it was written down, for the message.
+        show: whether the message may show the values; False for what is private, such as the data's fingerprint.
+
+    Raises:
+        ConfigError: names all that differ.
+    """
+    plain = json.loads(json.dumps(dict(expected)))
+    differing = [key for key, value in plain.items() if key not in there or there[key] != value]
+    if not differing:
+        return
+    told = [f"{key} was {_short(there.get(key))} and is {_short(plain[key])}" if show else key for key in differing]
+    raise ConfigError(
+        f"{what} is that of another run: {'; '.join(told)}" + ("" if show else " differs" if len(told) == 1 else " differ"),
+        expected="the data, the model, the sampling and the clipping that the run began with",
+        cause="the config or a file that it names was changed; what was spent on one can't be carried over to another",
+        next_step="go on with what the run began with, or begin a run of its own with another --output",
+    )
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def unreadable(path: Path, error: OSError) -> LedgerError:
+    return LedgerError(
+        f"the ledger {path} can't be opened: {error.strerror or error}",
+        expected="the ledger.jsonl of a private run, on a file system that can lock files",
+        next_step="check the path and its permissions",
+    )
+
+
+def _damaged(path: Path, number: int, what: str) -> LedgerError:
+    return LedgerError(
+        f"the ledger {path} is damaged: line {number:,} {what}",
+        expected="lines as psgrad wrote them, each with the SHA-256 of the one before it",
+        cause="the file was edited, or lines were lost; an epsilon computed from the rest would be too small",
+        next_step="put back the whole ledger; a run whose ledger is lost has no privacy guarantee",
+    )

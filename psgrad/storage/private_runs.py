@@ -1,0 +1,137 @@
+"""The folder of a private run: what may be published, what may not, and the ledger that tells what was spent.
+
+manifest.json               public: the command, its state, the config, versions
+checkpoint.safetensors      public: where the run can go on, made of noisy sums alone
+public/                     ledger.jsonl, the weights, the epsilon
+private/NOT_PRIVATE_*       norms, losses, timings, the data's fingerprint: for the owner's eyes
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from psgrad.errors import ConfigError, OutputError
+from psgrad.storage import files
+from psgrad.storage.folders import CHECKPOINT, LEDGER, MANIFEST, PRIVATE, PUBLIC, RunFolder, manifest_of
+from psgrad.storage.ledger_lines import has_begun
+
+PREFIX = "NOT_PRIVATE_"
+WARNING = "NOT PRIVATE: computed from single training records without noise. It is outside the guarantee of this run; do not publish it."
+
+# What manifest.json may say. All else that is said of a run goes to the private folder: a name that is not here is never published.
+_PUBLIC_FACTS = {"version", "command", "state", "versions", "config", "model", "engine"}
+
+
+class PrivateRunFolder(RunFolder):
+    """A run folder that keeps apart what may be published. `create` makes one, `open` takes the one of a run to be resumed."""
+
+    after_more_space = "free some space, and go on with --resume"
+
+    @classmethod
+    def open(cls, path: Path) -> PrivateRunFolder:
+        """The folder of a run that spent something, to go on there. Changes nothing.
+
+        Raises ConfigError where the folder holds no private run, or one that was killed before its first step.
+        """
+        manifest = manifest_of(path)
+        if manifest is None:
+            raise ConfigError(
+                f"there is no run to resume in {path}",
+                expected="the folder of an earlier `psgrad dp-step`",
+                next_step="check --output, or begin a run without --resume",
+            )
+        if not has_begun(path / LEDGER):
+            command = manifest.get("command", "dp-step")
+            began = (
+                "which is no private run" if command != "dp-step" else "which was killed before its first step, so that nothing was spent"
+            )
+            raise ConfigError(
+                f"the run in {path} can't be resumed: it is one of `psgrad {command}`, {began}",
+                expected=f"a run with a ledger in {LEDGER}",
+                next_step="begin a run without --resume, there with --overwrite or with another --output",
+            )
+        return cls(path)
+
+    @property
+    def ledger(self) -> Path:
+        """Where the ledger is, or will be."""
+        return self.path / LEDGER
+
+    @property
+    def checkpoint(self) -> Path:
+        """Where the last checkpoint is; no file before there is one."""
+        return self.path / CHECKPOINT
+
+    def write_checkpoint(self, data: bytes | memoryview) -> None:
+        """Put a checkpoint in place of the earlier one, at once. Raises OutputError; the earlier one then stays."""
+        self.write_bytes(CHECKPOINT, data)
+
+    def remove_leftovers(self) -> None:
+        """Remove temporary files of processes that were killed. To be called with the ledger in hand, when no other process writes here."""
+        patterns = (f".{MANIFEST}.*.tmp", f".{CHECKPOINT}.*.tmp", f"{PUBLIC}/.*.tmp", f"{PRIVATE}/.*.tmp")
+        for path in (path for pattern in patterns for path in self.path.glob(pattern)):
+            path.unlink(missing_ok=True)
+
+    def write_manifest(self, content: Mapping[str, Any]) -> None:
+        """Write manifest.json with what may be published, and the rest of it as private/NOT_PRIVATE_manifest.json."""
+        private = {key: value for key, value in content.items() if key not in _PUBLIC_FACTS}
+        self.write_private_json(MANIFEST, private)
+        super().write_manifest({key: value for key, value in content.items() if key in _PUBLIC_FACTS})
+
+    def private_manifest(self) -> dict[str, Any]:
+        """What the run so far keeps private about itself, such as the data's fingerprint.
+
+        Raises OutputError where it is gone or damaged: then nobody can tell whether the data are the same.
+        """
+        path = self.path / PRIVATE / f"{PREFIX}{MANIFEST}"
+        try:
+            content: dict[str, Any] = json.loads(path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise OutputError(
+                f"{path} can't be read: {getattr(error, 'strerror', None) or error}",
+                expected="what the run wrote down of the data, by which they are known again",
+                cause="the private folder was removed or cleaned",
+                next_step="put the file back, or begin a run of its own with another --output",
+            ) from error
+        return content
+
+    def write_public_json(self, name: str, content: Mapping[str, Any]) -> None:
+        """Write JSON for everybody's eyes: a release. What it tells must have been paid for in the ledger."""
+        self.write_json(f"{PUBLIC}/{name}", content)
+
+    def write_public_bytes(self, name: str, data: bytes | memoryview) -> None:
+        """Write a file for everybody's eyes: a release. What it tells must have been paid for in the ledger."""
+        self.write_bytes(f"{PUBLIC}/{name}", data)
+
+    def write_private_json(self, name: str, content: Mapping[str, Any]) -> None:
+        """Write private/NOT_PRIVATE_{name}, whose first key says that it may not be published."""
+        self.write_json(f"{PRIVATE}/{PREFIX}{name}", {"warning": WARNING, **content, **{"warning": WARNING}})
+
+    def write_private_table(self, name: str, frame: pd.DataFrame) -> None:
+        """Write private/NOT_PRIVATE_{name} as parquet; the warning is in the frame's `attrs`, which the file keeps."""
+        marked = frame.copy(deep=False)
+        marked.attrs = {**frame.attrs, "warning": WARNING}
+        self.write_table(f"{PRIVATE}/{PREFIX}{name}", marked)
+
+    def write_private_bytes(self, name: str, data: bytes | memoryview) -> None:
+        """Write private/NOT_PRIVATE_{name}; a picture should have the warning (`WARNING`) in it, too."""
+        self.write_bytes(f"{PRIVATE}/{PREFIX}{name}", data)
+
+    def write_bytes(self, name: str, data: bytes | memoryview) -> None:
+        """As of any run folder. The private folder is its owner's alone, and each file's name in it says what it is, or ValueError."""
+        if name.startswith(f"{PRIVATE}/"):
+            if not name.startswith(f"{PRIVATE}/{PREFIX}") or name.count("/") > 1:
+                raise ValueError(f"{name}: a private file's name begins with {PREFIX}")
+            try:
+                files.make_folder(self.path / PRIVATE, 0o700)
+            except OSError as error:
+                raise self._explain(error, self.path / PRIVATE, 0) from error
+        super().write_bytes(name, data)
+
+    def _kept(self) -> str:
+        return "the ledger and the last checkpoint"
