@@ -16,8 +16,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import cache
-from typing import Any, ClassVar, Literal, NoReturn, SupportsIndex
+from typing import Literal, NoReturn, SupportsIndex
 
 import numpy as np
 import torch
@@ -30,6 +29,7 @@ Kind = Literal["aes", "torch"]
 
 _CIPHER_BLOCK = 16
 _PIECE = 1 << 18  # bytes that are encrypted at a time: they stay in the cache
+_ZEROS = memoryview(bytes(_PIECE))  # what is encrypted: the key stream by itself
 _SLACK = 15  # older versions of the library ask for room for one more cipher block, less a byte
 
 
@@ -41,10 +41,6 @@ class Generator(ABC):
 
     name: str
     secure: bool
-    _all: ClassVar[weakref.WeakSet[Generator]] = weakref.WeakSet()
-
-    def __init__(self) -> None:
-        Generator._all.add(self)
 
     @abstractmethod
     def uint64(self, n: int) -> np.ndarray:
@@ -60,10 +56,6 @@ class Generator(ABC):
 
         Raises ConfigError for a dtype other than float32 and float64: noise in less is not normal.
         """
-
-    @abstractmethod
-    def _in_a_fork(self) -> None:
-        """Leave the stream that the parent process goes on with."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name}>"
@@ -90,12 +82,12 @@ class SecureGenerator(Generator):
     """
 
     def __init__(self, key: bytes | None = None, name: str = "aes-256-ctr") -> None:
-        super().__init__()
         self.name, self.secure = name, key is None
         self._lock = threading.Lock()
         self._counter = 0
         self._key = os.urandom(32) if key is None else key
         self._nonce = os.urandom(8) if key is None else bytes(8)
+        _streams.add(self)
 
     def uint64(self, n: int) -> np.ndarray:
         start = self._take(8 * n)
@@ -120,11 +112,12 @@ class SecureGenerator(Generator):
 
         place = self._nonce + start.to_bytes(8, "big")
         encryptor = Cipher(algorithms.AES(self._key), modes.CTR(place)).encryptor()
-        zeros = _zeros()
+        into = memoryview(out)
         for at in range(0, size, _PIECE):
-            encryptor.update_into(zeros[: min(_PIECE, size - at)], out[at:])
+            encryptor.update_into(_ZEROS[: size - at], into[at:])
 
     def _in_a_fork(self) -> None:
+        """Leave the stream that the parent process goes on with."""
         self._lock = threading.Lock()  # a thread of the parent may have held the old one
         if self.secure:
             self._key, self._nonce = os.urandom(32), os.urandom(8)
@@ -141,10 +134,10 @@ class TorchGenerator(Generator):
     """
 
     def __init__(self, seed: int | None = None, name: str = "torch") -> None:
-        super().__init__()
         self.name, self.secure = name, False
         self._seed = seed
         self._generators: dict[torch.device, torch.Generator] = {}
+        _streams.add(self)
 
     def uint64(self, n: int) -> np.ndarray:
         cpu = torch.device("cpu")
@@ -163,6 +156,7 @@ class TorchGenerator(Generator):
         return self._generators[device]
 
     def _in_a_fork(self) -> None:
+        """Leave the streams that the parent process goes on with."""
         self._generators = {}
         if self._seed is not None:
             self._seed = int.from_bytes(hashlib.sha256(f"psgrad, forked {self._seed}".encode()).digest()[:8], "big")
@@ -192,14 +186,6 @@ def make_generator(kind: Kind, *, seed: int | None = None, position: int = 0) ->
     return TorchGenerator(int.from_bytes(key[:8], "big"), f"torch, insecure: seed {seed}")
 
 
-@cache
-def _zeros() -> np.ndarray:
-    """What is encrypted: the key stream by itself."""
-    zeros = np.zeros(_PIECE, dtype=np.uint8)
-    zeros.flags.writeable = False
-    return zeros
-
-
 def _check_dtype(dtype: torch.dtype) -> None:
     if dtype not in (torch.float32, torch.float64):
         raise ConfigError(
@@ -210,10 +196,14 @@ def _check_dtype(dtype: torch.dtype) -> None:
         )
 
 
-def _rekey_all(*_: Any) -> None:
-    for generator in list(Generator._all):
+# The generators that hold a stream of their own, which a forked process must not repeat.
+_streams: weakref.WeakSet[SecureGenerator | TorchGenerator] = weakref.WeakSet()
+
+
+def _leave_streams() -> None:
+    for generator in list(_streams):
         generator._in_a_fork()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_rekey_all)
+    os.register_at_fork(after_in_child=_leave_streams)

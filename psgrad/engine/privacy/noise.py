@@ -1,0 +1,111 @@
+"""The noise of a private step: so much that the sum with a record and the sum without it look alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from psgrad.engine.privacy.clipping import Clipping
+from psgrad.engine.privacy.discrete import LARGEST_SIGMA, discrete_gaussian
+from psgrad.engine.privacy.generators import Generator
+from psgrad.engine.privacy.relation import Relation
+from psgrad.errors import ConfigError
+
+Mechanism = Literal["gaussian", "discrete_gaussian"]
+
+# The standard deviation on the grid is rounded up by more than its few roundings can have taken.
+_UP = 1 + 2.0**-49
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Noise on the sum of clipped gradients (not on their mean), of standard deviation multiplier * sensitivity in each coordinate.
+
+    Args:
+        multiplier: z; 0 adds nothing, and epsilon is infinite.
+        mechanism: 'gaussian' draws floating-point numbers, and its guarantee is stated for real ones; 'discrete_gaussian' draws integers on
+            the grid that each clipped record is rounded to (Clipping.grid), and is exact.
+
+    Raises:
+        ConfigError: the multiplier is negative or not finite, or there is no such mechanism.
+    """
+
+    multiplier: float
+    mechanism: Mechanism = "gaussian"
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.multiplier) and self.multiplier >= 0):
+            raise ConfigError(
+                f"the noise multiplier is {self.multiplier}",
+                expected="a finite number, at least 0: the noise's standard deviation as a multiple of the sensitivity",
+                next_step="leave the multiplier out and give a target_epsilon, from which it is computed",
+            )
+        if self.mechanism not in get_args(Mechanism):
+            raise ConfigError(f"the noise mechanism is {self.mechanism!r}", expected=f"one of {', '.join(get_args(Mechanism))}")
+
+    def standard_deviation(self, sensitivity: float) -> float:
+        """Of each coordinate of the noise on the sum; for discrete noise the parameter sigma, times the grid."""
+        return self.multiplier * sensitivity
+
+    def add(self, sums: Mapping[str, Tensor], clipping: Clipping, relation: Relation, generator: Generator) -> dict[str, Tensor]:
+        """name -> sum plus noise, drawn for each coordinate by itself; the sums stay as they are.
+
+        Args:
+            sums: float32 or float64, and noise of the same; for discrete noise int64, multiples of the grid. All tensors that are
+                released have to be among them, and whatever was summed into them was clipped by `clipping`. Zeros where the batch is empty.
+
+        Returns:
+            Tensors like the sums; for discrete noise float64, the noisy integers times the grid.
+
+        Raises:
+            ConfigError: the sums have another dtype, the clipping has no grid where one is needed or has one where none is, or the grid is
+                so fine that 64-bit integers can't hold the noise.
+        """
+        deviation = self.standard_deviation(clipping.sensitivity(relation))
+        self._check(sums, clipping, deviation)
+        if clipping.grid is None:
+            return {name: self._continuous(value, deviation, generator) for name, value in sums.items()}
+        sigma = deviation / clipping.grid * _UP
+        return {name: self._discrete(value, sigma, clipping.grid, generator) for name, value in sums.items()}
+
+    def _continuous(self, value: Tensor, deviation: float, generator: Generator) -> Tensor:
+        if not self.multiplier:
+            return value.clone()
+        return generator.normal(value.shape, value.dtype, value.device).mul_(deviation).add_(value)
+
+    def _discrete(self, value: Tensor, sigma: float, grid: float, generator: Generator) -> Tensor:
+        if self.multiplier:
+            drawn = torch.from_numpy(discrete_gaussian(value.numel(), sigma, generator))
+            value = value + drawn.reshape(value.shape).to(value.device)
+        return value.double().mul_(grid)
+
+    def _check(self, sums: Mapping[str, Tensor], clipping: Clipping, deviation: float) -> None:
+        """Whether mechanism, grid and dtypes go together. Nothing here depends on what the sums hold."""
+        discrete = self.mechanism == "discrete_gaussian"
+        if discrete != (clipping.grid is not None):
+            raise ConfigError(
+                f"{self.mechanism} noise on sums {'with no grid' if discrete else f'on a grid of {clipping.grid}'}",
+                expected="discrete_gaussian with a grid, or gaussian without one",
+                next_step="give the clipping a grid (default_grid finds one)" if discrete else "take mechanism: discrete_gaussian",
+            )
+        wanted = (torch.int64,) if discrete else (torch.float32, torch.float64)
+        cause = "records that were not rounded to the grid before the sum" if discrete else "a sum in half precision, or of integers"
+        for name, value in sums.items():
+            if value.dtype not in wanted:
+                raise ConfigError(
+                    f"the sum of {name} is {value.dtype}",
+                    expected=" or ".join(map(str, wanted)) + f" for {self.mechanism} noise",
+                    cause=cause,
+                    next_step=None if discrete else "sum in float32; what is released may be converted afterwards",
+                )
+        if clipping.grid is not None and deviation / clipping.grid > LARGEST_SIGMA:
+            raise ConfigError(
+                f"the noise's standard deviation is {deviation:g}, and the grid {clipping.grid:g}",
+                expected=f"a grid of at least {deviation / LARGEST_SIGMA:g}, so that sums and noise fit in 64 bits",
+                next_step="leave the grid out, and one is chosen",
+            )
