@@ -159,8 +159,12 @@ class Stream:
 
     # -- a run -----------------------------------------------------------------------------------------------------------------------
 
-    def run(self, count: int, measures: Sequence[Measure]) -> Generator[Columns]:
-        """The measures' columns for the rows 0, ..., count - 1, in order."""
+    def run(self, count: int, measures: Sequence[Measure], way: Callable[..., Any] | None = None) -> Generator[Columns]:
+        """The measures' columns for the rows 0, ..., count - 1, in order.
+
+        way: what is computed of each chunk and handed to the measures, a function with the arguments of `per_sample_gradients`; None
+        for the gradients, or for the norms alone where no measure asks for more.
+        """
         waiting: list[Chunk | range] = []  # rows to go on with, read or not, the next ones last
         reached = 0
         with Loader(self.read, self.device, self.dtype, self.say) as loader:
@@ -170,12 +174,12 @@ class Stream:
                 reached = max(reached, chunk.stop)
                 values = None
                 if isinstance(chunk, Chunk) and self.automatic:
-                    self._predict(loader, chunk, measures, count)
+                    self._predict(loader, chunk, self._way(measures) if way is None else per_sample_gradients, count)
                 if isinstance(chunk, Chunk) and len(chunk) <= self.chunk_size:
                     if not self.automatic and not any(isinstance(later, range) for later in waiting):
                         loader.expect(reached, min(reached + self.chunk_size, count))
                     to_come = (count - chunk.start) // len(chunk) if len(chunk) == self.chunk_size else 1
-                    values = self._attempt(loader, chunk, measures, to_come)
+                    values = self._attempt(loader, chunk, measures, way, to_come)
                 if values is None:
                     size = max(1, min(self.chunk_size, (len(chunk) + 1) // 2))
                     waiting += [part_of(chunk, i, min(i + size, len(chunk))) for i in reversed(range(0, len(chunk), size))]
@@ -194,17 +198,24 @@ class Stream:
         self._out_of_memory(rows, loader)
         return rows
 
-    def _attempt(self, loader: Loader, chunk: Chunk, measures: Sequence[Measure], to_come: int) -> dict[str, torch.Tensor] | None:
+    def _attempt(
+        self, loader: Loader, chunk: Chunk, measures: Sequence[Measure], way: Callable[..., Any] | None, to_come: int
+    ) -> dict[str, torch.Tensor] | None:
         """The columns of one chunk, on the CPU; None where memory ran out. The failed attempt's memory is free again on return.
 
         to_come: chunks of this size, this one included.
         """
         try:
-            how = self._way(measures)
+            how = self._way(measures) if way is None else way
             inputs, target = loader.place(chunk)
+            gradients: Any = None
             if self.automatic:
-                gradients: Any = self._bound(partial(per_sample_gradients, settle=False))(self.params, inputs, target)
+                gradients = self._bound(partial(per_sample_gradients, settle=False))(self.params, inputs, target)
                 self._size_chunks(gradients)
+                if way is not None:  # which makes something else of the chunk
+                    gradients = None
+            if gradients is not None:
+                pass
             elif how in self.replays:
                 gradients = self.replays[how](inputs, target, to_come)
             else:
@@ -262,11 +273,11 @@ class Stream:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _predict(self, loader: Loader, chunk: Chunk, measures: Sequence[Measure], count: int) -> None:
+    def _predict(self, loader: Loader, chunk: Chunk, how: Callable[..., Any], count: int) -> None:
         """The chunk size by prediction, where it is worth it or memory was given, and where there is one to be had."""
         if self.memory is None and count < _PREDICTED_FROM:
             return
-        way = self._bound(self._way(measures))
+        way = self._bound(how)
         try:
             inputs, target = loader.place(chunk)
             budget = chunk_budget(self.device, self.memory)

@@ -15,11 +15,10 @@ from psgrad.engine.gradients.queries import SquareNorms
 from psgrad.engine.gradients.settling import settled
 from psgrad.engine.transforms import generators
 from psgrad.engine.transforms.branching import Divergence
-from psgrad.engine.transforms.differentiate import grad
-from psgrad.engine.transforms.vectorize import vmap
 from psgrad.errors import TransformError
 
-Weights = Callable[[SquareNorms], torch.Tensor]
+WeightsByName = Mapping[str, torch.Tensor]
+Weights = Callable[[SquareNorms], torch.Tensor | WeightsByName]
 
 
 @dataclass(frozen=True)
@@ -29,13 +28,13 @@ class WeightedSum:
     Attributes:
         sums: name -> [*shape].
         norms: the samples' squared norms, losses and aux.
-        weights: [n].
+        weights: what the weights were: [n], or name -> [n].
         recomputed: whether a second pass was needed, because the first one's factors did not fit.
     """
 
     sums: dict[str, torch.Tensor]
     norms: SquareNorms
-    weights: torch.Tensor
+    weights: Any
     recomputed: bool
 
 
@@ -49,15 +48,18 @@ def per_sample_weighted_sum(
     randomness: str = "error",
     memory: float | None = None,
 ) -> WeightedSum:
-    """The sum over samples of their gradients, each times a weight that follows from the norms: `weights(norms)` is [n].
+    """The sum over samples of their gradients, each times a weight that follows from the norms: `weights(norms)` is [n], or name -> [n]
+    where parameters have weights of their own.
 
-    Clipping to norm C is `weights=lambda norms: (C / norms.square_norms().sqrt()).clamp(max=1)`. A sample of weight 0 adds nothing,
-    whatever its gradient.
+    Clipping to norm C is `weights=lambda norms: (C / norms.square_norms().sqrt()).clamp(max=1)`. A sample without a finite norm whose
+    weights are 0 adds nothing.
 
     The norms come first. What the sum needs of each parameter's gradient is kept meanwhile, in its smaller form, so that there is no
     second pass (Bu, Wang, Zha and Karypis, "Differentially Private Optimization on Large Model at Small Cost", 2023, call this
-    book-keeping). Where that takes more than `memory` bytes (None: half of what is free), it is dropped, and the sum is the gradient
-    of the weighted loss, in a second pass. Both give the same numbers, to rounding, and draw the same random numbers.
+    book-keeping). Where that takes more than `memory` bytes (None: half of what is free), it is dropped, and a second pass sums each
+    parameter's gradient as soon as it is complete. It takes as long as the gradient of the weighted loss, whose weights would be rounded
+    with every operator on the way back (with eight bits where those run in bfloat16), so that its sum is of other gradients than the
+    norms were. Both ways give the same numbers, to rounding, and draw the same random numbers.
 
     The other arguments are those of `per_sample_gradients`.
     """
@@ -79,21 +81,18 @@ def per_sample_weighted_sum(
         if before is not None:
             generators.restore(before)
         norms = per_sample_square_norms(loss, params, *batch, in_dims=in_dims, has_aux=has_aux, randomness=randomness)
-    factors = _checked(weights(norms), norms)
-    poisoned = ~torch.isfinite(norms.square_norms()) & (factors == 0)  # nothing times infinity is no number
+    given = weights(norms)
+    factors = _by_name(given, list(params), norms)
+    clean = _clean(norms, factors)
     if not kept.full:
-        return WeightedSum(_sums(kept.gradients, list(params), factors, poisoned), norms, factors, recomputed=False)
+        return WeightedSum(_sums(kept.gradients, list(params), factors, clean), norms, given, recomputed=False)
     after = generators.states() if before is not None else None
     if before is not None:
         generators.restore(before)
-    if bool(poisoned.all()):
-        return WeightedSum({name: torch.zeros_like(value) for name, value in params.items()}, norms, factors, recomputed=True)
-    if bool(poisoned.any()):
-        batch = job.batch_of(_in_place_of(poisoned))
-    sums = _summed_again(loss, params, batch, factors, in_dims, has_aux, randomness)
+    sums = _summed_again(loss, params, batch, factors, clean, in_dims, has_aux, randomness)
     if after is not None:
         generators.restore(after)
-    return WeightedSum(sums, norms, factors, recomputed=True)
+    return WeightedSum(sums, norms, given, recomputed=True)
 
 
 # Bytes that are kept without asking how much memory is free, which takes longer than a small network's pass.
@@ -132,6 +131,19 @@ class _Kept:
         self.gradients.clear()
 
 
+def _by_name(weights: torch.Tensor | WeightsByName, names: list[str], norms: SquareNorms) -> dict[str, torch.Tensor]:
+    """name -> [n], of weights that may be the same for all names; raises TransformError for any other shape, and for other names."""
+    if isinstance(weights, Mapping):
+        if weights.keys() != set(names):
+            raise TransformError(
+                f"per_sample_weighted_sum: only one of the parameters and weights(norms) has {sorted(weights.keys() ^ set(names))[:8]}",
+                expected="weights for each parameter by its name, or one tensor for all",
+            )
+        each = {id(value): _checked(value, norms) for value in weights.values()}
+        return {name: each[id(weights[name])] for name in names}
+    return dict.fromkeys(names, _checked(weights, norms))
+
+
 def _checked(weights: torch.Tensor, norms: SquareNorms) -> torch.Tensor:
     weights = torch.as_tensor(weights, device=norms.losses.device)
     if weights.shape != norms.losses.shape:
@@ -142,47 +154,64 @@ def _checked(weights: torch.Tensor, norms: SquareNorms) -> torch.Tensor:
     return weights
 
 
-def _sums(kept: dict[str, DeferredGradient], names: list[str], weights: torch.Tensor, poisoned: torch.Tensor) -> dict[str, torch.Tensor]:
+def _clean(norms: SquareNorms, weights: WeightsByName) -> torch.Tensor | None:
+    """The samples [k] that take part in the sum; None for all. Nothing times infinity is no number: a sample whose norm is not finite
+    and whose weights are all zero is left out.
+    """
+    finite = torch.isfinite(norms.square_norms())
+    if bool(finite.all()):
+        return None
+    weighted = torch.stack([value != 0 for value in {id(value): value for value in weights.values()}.values()]).any(0)
+    return torch.nonzero(finite | weighted).squeeze(1)
+
+
+def _sum(gradient: DeferredGradient, weights: torch.Tensor, clean: torch.Tensor | None) -> torch.Tensor:
+    """[*shape]: the weighted sum over the samples that take part."""
+    return gradient.weighted_sum(weights) if clean is None else gradient.at(clean).weighted_sum(weights[clean])
+
+
+def _sums(
+    kept: dict[str, DeferredGradient], names: list[str], weights: WeightsByName, clean: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
     """name -> [*shape]; each parameter's gradient is dropped as soon as its sum is there.
 
     In the order of the pass back, as they were kept: a layer's input is the next one's output, and goes with the last of the two, so that
     the first layers' sums, mostly the last to come, don't meet the last layers' factors.
     """
-    clean = torch.nonzero(~poisoned).squeeze(1) if bool(poisoned.any()) else None
-    if clean is None:
-        sums = {name: kept.pop(name).weighted_sum(weights) for name in list(kept)}
-    else:
-        sums = {name: kept.pop(name).at(clean).weighted_sum(weights[clean]) for name in list(kept)}
+    sums = {name: _sum(kept.pop(name), weights[name], clean) for name in list(kept)}
     return {name: sums[name] for name in names}
-
-
-def _in_place_of(poisoned: torch.Tensor) -> torch.Tensor:
-    """[n]: the samples themselves, and the first good one in place of those that would spoil a sum that they have no part in.
-
-    All keep their places, so that random draws stay whose they were.
-    """
-    rows = torch.arange(len(poisoned), device=poisoned.device)
-    return torch.where(poisoned, poisoned.logical_not().int().argmax(), rows)
 
 
 def _summed_again(
     loss: Callable[..., Any],
     params: Mapping[str, torch.Tensor],
     batch: tuple[Any, ...],
-    weights: torch.Tensor,
+    weights: WeightsByName,
+    clean: torch.Tensor | None,
     in_dims: Any,
     has_aux: bool,
     randomness: str,
 ) -> dict[str, torch.Tensor]:
-    """name -> [*shape]: the gradient of the weighted sum of the losses, which sums over samples as an ordinary backward pass does."""
+    """name -> [*shape], by a second pass, the same as the first, in which no two parameters' gradients meet."""
+    dims = (*(in_dims if isinstance(in_dims, (tuple, list)) else [in_dims] * len(batch)), 0)
 
-    def total(params: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        def of_one(*sample: Any) -> torch.Tensor:
-            found = loss(params, *sample)
-            return found[0] if has_aux else found
+    def of_one(params: Mapping[str, torch.Tensor], *sample: Any) -> Any:
+        return loss(params, *sample[:-1])
 
-        losses = vmap(of_one, in_dims=in_dims, randomness=randomness)(*batch)
-        return (losses * weights.to(losses.dtype)).sum()
+    def summed(*some: Any) -> dict[str, torch.Tensor]:
+        """The sum over some of the samples, whose places come with them: a branch may split them."""
+        places: torch.Tensor = some[-1]
+        sums: dict[str, torch.Tensor] = {}
+        taken = None if clean is None else torch.nonzero(torch.isin(places, clean)).squeeze(1)
+        job = Pass(of_one, params, some, dims, has_aux, randomness)
+        try:
+            job.run(lambda name, gradient: sums.__setitem__(name, _sum(gradient, weights[name][places], taken)))
+        except Divergence as divergence:
+            return job.split(divergence, summed, lambda parts, _: _added(parts))
+        return {name: sums[name] for name in params}
 
-    sums: dict[str, torch.Tensor] = grad(total)(dict(params))
-    return sums
+    return summed(*batch, torch.arange(len(next(iter(weights.values()))), device=next(iter(params.values())).device))
+
+
+def _added(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: torch.stack([part[name] for part in parts]).sum(0) for name in parts[0]}

@@ -1,0 +1,226 @@
+"""The clipped sum of one chunk of records: in one pass, and again by halves, down to single records, where one of them spoils it.
+
+A norm that is finite promises a clipped gradient that is: but what it is made of may leave the range of float32 on the way, where large
+factors are multiplied before the weight makes them small, or huge contributions cancel. Such a record is found, and written out by itself
+in float64. If it is no number there, either, it adds nothing; nothing that it holds reaches the sum of the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from psgrad.engine.gradients import PerSampleGradients, SquareNorms, per_sample_gradients, per_sample_weighted_sum
+from psgrad.engine.gradients.per_sample import Pass
+from psgrad.engine.gradients.placed import DeferredGradient, Placed
+from psgrad.engine.gradients.terms import accumulating_dtype
+from psgrad.engine.privacy.clipping import Clipping
+from psgrad.engine.privacy.discrete import round_to_grid, tightened
+
+Sums = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class RecordColumns:
+    """What is known of each record of a batch, on the CPU. NOT PRIVATE.
+
+    Attributes:
+        norms: [n] float64, the norm of the gradient in all parameters. losses: [n].
+        factors: [n, groups] float64, what the gradient was multiplied by; 0 for a record that was left out.
+        below: [n] bool, whether the norm was at most the bound, in every group.
+    """
+
+    norms: torch.Tensor
+    losses: torch.Tensor
+    factors: torch.Tensor
+    below: torch.Tensor
+
+    @classmethod
+    def joined(cls, parts: Sequence[RecordColumns], groups: int = 1) -> RecordColumns:
+        """Those of several parts of a batch, in order. groups: how many there are, which nobody knows where there is no part."""
+        if not parts:
+            none = torch.zeros(0, dtype=torch.float64)
+            return cls(none, none, none.reshape(0, groups), none.bool())
+        return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in ("norms", "losses", "factors", "below")))
+
+
+@dataclass(frozen=True)
+class ClippedSum:
+    """The sum of the clipped gradients of some records, without noise.
+
+    Attributes:
+        sums: name -> [*shape] on the parameters' device, in at least float32; int64, in steps of the grid, where the clipping has one.
+            Always finite.
+        records: what is known of each record.
+    """
+
+    sums: Sums
+    records: RecordColumns
+
+
+class Total:
+    """Clipped sums, added up. Numbers that are rounded are added in float64, so that it doesn't show how many there were."""
+
+    def __init__(self, clipping: Clipping, params: Mapping[str, torch.Tensor]) -> None:
+        self._clipping, self._params = clipping, params
+        self._sums: Sums = {}
+        self._records: list[RecordColumns] = []
+
+    def add(self, part: ClippedSum) -> None:
+        if not self._records:
+            self._sums = part.sums
+        else:
+            if len(self._records) == 1:
+                wide = torch.float64 if self._clipping.grid is None else torch.int64
+                self._sums = {name: value.to(wide, copy=True) for name, value in self._sums.items()}
+            for name, value in self._sums.items():
+                value.add_(part.sums[name])
+        self._records.append(part.records)
+
+    def found(self) -> ClippedSum:
+        """The sum, zero where nothing was added: float32, or float64 where the parameter is, or int64."""
+        sums = {}
+        for name, parameter in self._params.items():
+            kind = torch.int64 if self._clipping.grid is not None else accumulating_dtype(parameter.dtype)
+            sums[name] = self._sums[name].to(kind) if self._sums else torch.zeros(parameter.shape, dtype=kind, device=parameter.device)
+        return ClippedSum(sums, RecordColumns.joined(self._records, len(self._clipping.groups)))
+
+
+class Clipper:
+    """A way to compute a chunk, for a stream or by itself: its clipped sum.
+
+    memory: as for `per_sample_weighted_sum`.
+    """
+
+    def __init__(self, clipping: Clipping, memory: float | None = None) -> None:
+        self.clipping, self.memory = clipping, memory
+
+    def __call__(
+        self,
+        loss: Callable[..., Any],
+        params: Mapping[str, torch.Tensor],
+        *batch: Any,
+        in_dims: Any = 0,
+        has_aux: bool = False,
+        randomness: str = "error",
+    ) -> ClippedSum:
+        """The clipped sum of at least one record. The arguments are those of `per_sample_gradients`."""
+        options = {"in_dims": in_dims, "has_aux": has_aux, "randomness": randomness}
+        found = self._at_once(loss, params, batch, options)
+        if found is not None:
+            return found
+        job = Pass(loss, params, batch, in_dims, has_aux, randomness)
+        if job.level.size == 1:
+            return self._alone(per_sample_gradients(loss, params, *batch, **options), params)
+        total = Total(self.clipping, params)
+        for rows in torch.arange(job.level.size).tensor_split(2):
+            total.add(self(loss, params, *job.batch_of(rows.to(next(iter(params.values())).device)), **options))
+        return total.found()
+
+    # -- all records of a chunk together -------------------------------------------------------------------------------------------
+
+    def _at_once(self, loss: Any, params: Mapping[str, torch.Tensor], batch: tuple[Any, ...], options: dict[str, Any]) -> ClippedSum | None:
+        """The clipped sum by one pass; None where it is not finite."""
+        if self.clipping.grid is not None:
+            return self._rounded(per_sample_gradients(loss, params, *batch, **options), params)
+        chosen: list[_Chosen] = []
+
+        def weights(norms: SquareNorms) -> dict[str, torch.Tensor]:
+            chosen.append(_Chosen.of(self.clipping, norms.by_parameter, params))
+            return self.clipping.by_parameter(chosen[0].factors)
+
+        found = per_sample_weighted_sum(loss, params, *batch, weights=weights, memory=self.memory, **options)
+        if not _all_finite(found.sums):
+            return None
+        return ClippedSum(found.sums, chosen[0].columns(found.norms.losses))
+
+    def _rounded(self, gradients: PerSampleGradients, params: Mapping[str, torch.Tensor]) -> ClippedSum | None:
+        """Each record's clipped gradient, written out for a few of them at a time, and rounded to the grid before the sum."""
+        chosen = _Chosen.of(_on_the_grid(self.clipping, params), gradients.square_norms(per="parameter"), params)
+        factors = self.clipping.by_parameter(chosen.factors)
+        sums = {name: torch.zeros(value.shape, dtype=torch.int64, device=value.device) for name, value in params.items()}
+
+        def step(finite: bool, name: str, samples: slice, block: torch.Tensor) -> bool:
+            clipped = _times(block, factors[name][samples])
+            if not finite or not _all_finite({name: clipped}):
+                return False
+            sums[name] += self._steps(clipped).sum(0)
+            return True
+
+        return ClippedSum(sums, chosen.columns(gradients.losses)) if gradients.reduce(step, True) else None
+
+    def _steps(self, clipped: torch.Tensor) -> torch.Tensor:
+        """Clipped gradients in steps of the grid, int64."""
+        assert self.clipping.grid is not None
+        return round_to_grid(clipped, self.clipping.grid)
+
+    # -- a record by itself ------------------------------------------------------------------------------------------------------------
+
+    def _alone(self, gradients: PerSampleGradients, params: Mapping[str, torch.Tensor]) -> ClippedSum:
+        """The clipped gradient of one record, written out in float64; zero if it is not finite even there."""
+        clipping = self.clipping if self.clipping.grid is None else _on_the_grid(self.clipping, params)
+        values = {name: _in_float64(gradient) for name, gradient in gradients.gradients.items()}
+        chosen = _Chosen.of(clipping, {name: value.square().sum().reshape(1) for name, value in values.items()}, params)
+        factors = clipping.by_parameter(chosen.factors)
+        sums = {name: _times(value, factors[name])[0] for name, value in values.items()}
+        if self.clipping.grid is not None:
+            sums = {name: self._steps(value) for name, value in sums.items()}
+        return ClippedSum(sums, chosen.columns(gradients.losses))
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """The norms [groups, n] of some records, and what their gradients are multiplied by, [groups, n]."""
+
+    clipping: Clipping
+    norms: torch.Tensor
+    factors: torch.Tensor
+
+    @classmethod
+    def of(cls, clipping: Clipping, square_norms: Mapping[str, torch.Tensor], params: Mapping[str, torch.Tensor]) -> _Chosen:
+        precision = torch.float32 if any(accumulating_dtype(value.dtype) == torch.float32 for value in params.values()) else torch.float64
+        norms = clipping.group_norms(square_norms)
+        return cls(clipping, norms, clipping.factors(norms, precision))
+
+    def columns(self, losses: torch.Tensor) -> RecordColumns:
+        bounds = self.norms.new_tensor([group.bound for group in self.clipping.groups]).unsqueeze(1)
+        below = (self.norms <= bounds).all(0)
+        return RecordColumns(
+            torch.linalg.vector_norm(self.norms, dim=0).cpu(), losses.detach().double().cpu(), self.factors.t().cpu(), below.cpu()
+        )
+
+
+def _on_the_grid(clipping: Clipping, params: Mapping[str, torch.Tensor]) -> Clipping:
+    """The clipping whose records, once rounded to the grid, keep to the bounds of this one."""
+    assert clipping.grid is not None
+    groups = []
+    for group in clipping.groups:
+        dimensions = sum(params[name].numel() for name in group.parameters)
+        groups.append(replace(group, bound=tightened(group.bound, dimensions, clipping.grid)))
+    return replace(clipping, groups=tuple(groups))
+
+
+def _times(values: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """[n, *shape] float64, each times its factor [n]; zero where that is zero, whatever the value."""
+    each = factors.reshape(-1, *(1,) * (values.dim() - 1))
+    return torch.where(each == 0, 0.0, values.double() * each)
+
+
+def _in_float64(gradient: DeferredGradient) -> torch.Tensor:
+    """[n, *shape], multiplied and summed in float64."""
+    if not gradient.terms:
+        return torch.zeros(1, *gradient.shape, dtype=torch.float64, device=gradient.device)
+    terms = [Placed(placed.term.at(slice(None), torch.float64), placed.layout) for placed in gradient.terms]
+    return DeferredGradient(tuple(terms), gradient.shape, torch.float64, gradient.device).materialise()
+
+
+def _all_finite(sums: Sums) -> bool:
+    """Whether no entry is infinite or NaN: neither gets lost in a sum, and entries that are clipped don't add up to infinity."""
+    totals = [value.sum() for value in sums.values()]
+    if all(total.device.type == "cpu" for total in totals):
+        return all(math.isfinite(float(total)) for total in totals)
+    return bool(torch.stack([total.double() for total in totals]).isfinite().all())
