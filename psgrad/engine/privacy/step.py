@@ -1,0 +1,144 @@
+"""A private step from its parts: draw records, sum their clipped gradients, pay for it, add noise, let an optimiser use what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from psgrad.engine.privacy.accounting import StepEvent, adaptive_multiplier
+from psgrad.engine.privacy.adaptive import AdaptiveBound
+from psgrad.engine.privacy.clipping import Clipping
+from psgrad.engine.privacy.generators import Generator
+from psgrad.engine.privacy.noise import Noise
+from psgrad.engine.privacy.relation import Relation
+from psgrad.engine.privacy.sampling import Sampling
+from psgrad.engine.privacy.source import GradientSource, RecordColumns
+
+
+@dataclass(frozen=True)
+class NoisySum:
+    """What is released of one batch, and what is not.
+
+    Attributes:
+        sums: name -> [*shape], the noisy sum of clipped gradients. Public, once it is paid for.
+        sensitivity: how far one record can move the sum without noise, in L2.
+        noise_std: the noise's standard deviation in every coordinate of the sum.
+        bound: the bound for the next step, where it adapts; public too, as its count is noised.
+        records: norms, losses and clipping factors of the batch. NOT PRIVATE.
+    """
+
+    sums: dict[str, Tensor]
+    sensitivity: float
+    noise_std: float
+    bound: AdaptiveBound | None
+    records: RecordColumns
+
+
+def private_sum(
+    source: GradientSource,
+    clipping: Clipping,
+    noise: Noise,
+    relation: Relation,
+    generator: Generator,
+    *,
+    adaptive: AdaptiveBound | None = None,
+    expected_batch_size: float | None = None,
+    pay: Callable[[], None] = lambda: None,
+) -> NoisySum:
+    """The clipped sum of the source's batch plus noise of standard deviation `noise.multiplier * clipping.sensitivity(relation)`.
+
+    Args:
+        adaptive: makes the bound of `clipping` follow a quantile of the norms. `noise.multiplier` is then what the step costs in all:
+            a part of it goes to the count of the norms below the bound, and the sum gets a little more noise in turn.
+        expected_batch_size: the public divisor of that count; needed with `adaptive`.
+        pay: called once when the clipped sum is there and nothing of it has been seen: the place to write the ledger. If it raises,
+            nothing is released.
+    """
+    if adaptive is not None:
+        clipping = clipping.with_bound(adaptive.bound)
+        noise = replace(noise, multiplier=adaptive_multiplier(noise.multiplier, adaptive.count_multiplier))
+    clipped = source(clipping)
+    pay()
+    sensitivity = clipping.sensitivity(relation)
+    sums = noise.add(clipped.sums, clipping, relation, generator)
+    following = adaptive
+    if adaptive is not None:
+        if expected_batch_size is None:
+            raise ValueError("an adaptive bound needs expected_batch_size, the public divisor of its count")
+        following = adaptive.next(clipped.records.below, expected_batch_size, relation, generator)
+    return NoisySum(sums, sensitivity, noise.standard_deviation(sensitivity), following, clipped.records)
+
+
+class PrivateTraining:
+    """Steps of differentially private training: everything that is between a batch's gradients and the next weights.
+
+    The noisy sum is divided by `expected_batch_size`, a public number, put where the optimiser looks for gradients, and the optimiser
+    takes its step: what it makes of a private number (momentum, Adam's moments, weight decay) costs no privacy.
+
+    Args:
+        parameters: name -> the parameters to train, under the names that the sources' sums have. Nothing else changes.
+        source: record numbers of a batch, sorted, to its gradients.
+        records: how many records there are.
+        noise: step number t = 0, 1, ... to its noise, whose multiplier is what the step is accounted with.
+        optimizer: over these parameters, from torch.optim.
+        taken: steps that were taken before.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        source: Callable[[np.ndarray], GradientSource],
+        records: int,
+        *,
+        clipping: Clipping,
+        noise: Callable[[int], Noise],
+        sampling: Sampling,
+        relation: Relation,
+        expected_batch_size: float,
+        optimizer: torch.optim.Optimizer,
+        generator: Generator,
+        adaptive: AdaptiveBound | None = None,
+        taken: int = 0,
+    ) -> None:
+        self.parameters, self.source, self.records = dict(parameters), source, records
+        self.clipping, self.noise, self.sampling, self.relation = clipping, noise, sampling, relation
+        self.expected_batch_size, self.optimizer, self.generator = expected_batch_size, optimizer, generator
+        self.adaptive, self.taken = adaptive, taken
+
+    def event(self) -> StepEvent:
+        """What the step to come costs."""
+        noise = self.noise(self.taken)
+        return StepEvent(noise.multiplier, self.sampling, self.relation, noise.mechanism)
+
+    def step(self, pay: Callable[[StepEvent], None] = lambda _: None) -> NoisySum:
+        """Draw, clip, pay, add noise, update. An empty batch is a step like any other: noise alone.
+
+        pay: called before anything is released; see `private_sum`.
+        """
+        event = self.event()
+        rows = self.sampling.draw(self.records, self.generator)
+        noisy = private_sum(
+            self.source(rows),
+            self.clipping,
+            self.noise(self.taken),
+            self.relation,
+            self.generator,
+            adaptive=self.adaptive,
+            expected_batch_size=self.expected_batch_size,
+            pay=lambda: pay(event),
+        )
+        self.update(noisy.sums)
+        self.adaptive = noisy.bound
+        self.taken += 1
+        return noisy
+
+    def update(self, sums: Mapping[str, Tensor]) -> None:
+        """Let the optimiser take its step on the noisy sum, divided by the expected batch size."""
+        for name, parameter in self.parameters.items():
+            parameter.grad = (sums[name] / self.expected_batch_size).to(parameter.dtype)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
