@@ -54,8 +54,7 @@ def write_step(result: DPStepResult, style: str, stream: TextIO) -> None:
     if style == "json":
         write_json(result.step, stream)
         return
-    print_table(facts_table(step_facts(result)), stream)
-    stream.write(f"{result.folder}\n")
+    stream.write(f"{facts_lines(step_facts(result))}{result.folder}\n")
 
 
 def write_private_steps(result: DPStepResult, stream: TextIO) -> None:
@@ -78,8 +77,7 @@ def write_plan_of_noise(result: DPPlanResult, style: str, stream: TextIO) -> Non
             plain |= {"epsilon_rdp": row.epsilon_rdp, "epsilon_pld": row.epsilon_pld, "configured": row.configured}
         write_json({**result.setting, "plans": rows, "plot": None if result.plot is None else str(result.plot)}, stream)
         return
-    print_table(facts_table(plan_facts(result)), stream)
-    stream.write("\n")
+    stream.write(facts_lines(plan_facts(result)) + "\n")
     print_table(plan_table(result), stream)
     if result.plot is not None:
         stream.write(f"\n{result.plot}\n")
@@ -129,13 +127,10 @@ def plan_table(result: DPPlanResult) -> Table:
     return table
 
 
-def facts_table(facts: list[tuple[str, str]]) -> Table:
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for question, answer in facts:
-        table.add_row(Text(question), Text(printable(answer)))
-    return table
+def facts_lines(facts: list[tuple[str, str]]) -> str:
+    """A line a question, the answers one below another."""
+    width = max(len(question) for question, _ in facts)
+    return "".join(f"{question:<{width}}  {printable(answer)}\n" for question, answer in facts)
 
 
 def spent_words(step: dict[str, Any]) -> str:

@@ -1,0 +1,150 @@
+"""`psgrad dp-step` as a user meets it: what goes where, what stays private, and which exit code comes back."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import psgrad
+from psgrad.cli import main
+from psgrad.errors import ConfigError, OutputExistsError
+from psgrad.results import Progress
+from tests.reports import private_runs
+
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Install:
+    """install(dp_step=function, dp_plan=function) makes these what the command calls."""
+
+    def install(**functions: Callable[..., Any]) -> None:
+        stand_in = types.ModuleType("psgrad.workflows")
+        vars(stand_in).update(functions)
+        monkeypatch.setitem(sys.modules, "psgrad.workflows", stand_in)
+        monkeypatch.setattr(psgrad, "workflows", stand_in, raising=False)
+
+    return install
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["psgrad", "dp-step", *map(str, arguments)])
+        with pytest.raises(SystemExit) as leave:
+            main()
+        assert isinstance(leave.value.code, int)
+        return (leave.value.code, *capfd.readouterr())
+
+    return run
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def taken(config: Any, *, progress: Callable[[Progress], None], **options: Any) -> Any:
+    progress(Progress(0, 120, "steps", unit="step"))
+    progress(Progress(120, 120, "steps", unit="step", detail="epsilon 1.235 (RDP, delta 1e-5)"))
+    return private_runs.result()
+
+
+def test_what_is_public_goes_to_stdout_and_words_to_stderr(config: Path, install: Install, run: Run) -> None:
+    install(dp_step=taken)
+    code, out, err = run(config)
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[0] == "privacy spent  epsilon 1.101 (PLD), 1.235 (RDP) at delta 1e-5"
+    assert lines[-1] == "runs/private"
+    assert "a note" in err
+    assert "steps: 120/120 steps" in err
+    assert "epsilon 1.235 (RDP, delta 1e-5)" in err
+    assert "clip fraction" not in out + err
+
+
+def test_private_diagnostics_are_asked_for_and_stay_off_stdout(config: Path, install: Install, run: Run) -> None:
+    install(dp_step=taken)
+    _, plain, _ = run(config)
+    _, out, err = run(config, "--show-private")
+    assert out == plain
+    assert "NOT PRIVATE: what follows depends on single records" in err
+    assert "clip fraction" in err
+
+
+def test_json_is_one_object_of_public_things(config: Path, install: Install, run: Run) -> None:
+    install(dp_step=taken)
+    _, out, _ = run(config, "--json", "--show-private")
+    assert json.loads(out) == json.loads(json.dumps(private_runs.step()))
+
+
+def test_options_reach_the_workflow(config: Path, install: Install, run: Run, tmp_path: Path) -> None:
+    seen: dict[str, Any] = {}
+
+    def dp_step(config: Any, **options: Any) -> Any:
+        seen.update(config=config, **options)
+        return private_runs.result()
+
+    install(dp_step=dp_step)
+    assert run(config)[0] == 0
+    assert (seen["steps"], seen["resume"], seen["insecure_deterministic"]) == (1, False, False)
+    output = tmp_path / "elsewhere"
+    done = run(config, "--steps", 20, "--resume", "--insecure-deterministic", "--output", output, "--set", "engine.chunk_size=8")
+    assert done[0] == 0, done[2]
+    assert (seen["steps"], seen["resume"], seen["insecure_deterministic"]) == (20, True, True)
+    assert (seen["config"].output, seen["config"].engine.chunk_size) == (output, 8)
+
+
+def test_a_plan_takes_no_step(config: Path, install: Install, run: Run) -> None:
+    install(dp_plan=lambda config, **options: private_runs.plan())
+    code, out, _ = run(config, "--plan")
+    assert code == 0
+    assert "* configured" in out
+    assert out.splitlines()[-1] == "runs/private-plan.png"
+    plan = json.loads(run(config, "--plan", "--json")[1])
+    assert len(plan["plans"]) == 5
+
+
+@pytest.mark.parametrize("option", ["--resume", "--show-private"])
+def test_a_plan_goes_with_no_option_of_a_run(config: Path, install: Install, run: Run, option: str) -> None:
+    install()
+    code, out, err = run(config, "--plan", option)
+    assert (code, out) == (2, "")
+    assert err.splitlines() == [
+        f"error: --plan was given together with {option}",
+        "  expected: --plan, which takes no step, or an option of a run",
+        "  next step: leave one of them out",
+    ]
+
+
+@pytest.mark.parametrize("steps", ["0", "-3", "many"])
+def test_steps_are_a_number_of_at_least_one(config: Path, run: Run, steps: str) -> None:
+    code, out, err = run(config, "--steps", steps)
+    assert (code, out) == (2, "")
+    assert "--steps" in err
+
+
+@pytest.mark.parametrize(("error", "code"), [(ConfigError("the config is wrong"), 2), (OutputExistsError("there is a run"), 2)])
+def test_errors_end_with_their_words_and_code(config: Path, install: Install, run: Run, error: Exception, code: int) -> None:
+    def dp_step(*arguments: Any, **options: Any) -> Any:
+        raise error
+
+    install(dp_step=dp_step)
+    left, out, err = run(config)
+    assert (left, out) == (code, "")
+    assert err == f"error: {error}\n"
+
+
+def test_an_error_of_ours_shows_no_traceback(config: Path, install: Install, run: Run) -> None:
+    def dp_step(*arguments: Any, **options: Any) -> Any:
+        raise ZeroDivisionError("a mistake")
+
+    install(dp_step=dp_step)
+    code, out, err = run(config)
+    assert (code, out) == (3, "")
+    assert err.startswith("internal error: ZeroDivisionError: a mistake")
+    assert "Traceback" not in err

@@ -1,0 +1,184 @@
+"""What a private step says: the guarantee with all that belongs to it, bounds never rounded down, and nothing private on stdout."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+from typing import get_args
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from psgrad.engine.privacy.relation import Relation
+from psgrad.reports.privacy import (
+    RELATIONS,
+    compact,
+    epsilon,
+    guarantee,
+    spent_words,
+    write_plan_of_noise,
+    write_private_steps,
+    write_step,
+)
+from tests.reports import private_runs
+
+
+def written(style: str = "terminal", **changes: object) -> str:
+    stream = io.StringIO()
+    write_step(private_runs.result(**changes), style, stream)  # type: ignore[arg-type]
+    return stream.getvalue()
+
+
+def answers(text: str) -> dict[str, str]:
+    """What stands behind each question of the table."""
+    rows = (re.split(r"  +", line.strip(), maxsplit=1) for line in text.splitlines())
+    return {row[0]: row[1] for row in rows if len(row) == 2}
+
+
+@given(st.floats(1e-9, 1e9))
+def test_an_upper_bound_is_never_rounded_down(value: float) -> None:
+    shown = float(epsilon(value))
+    assert value <= shown <= value * (1 + 1.001e-3)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(None, "–"), (math.nan, "–"), (math.inf, "infinite"), (3.0, "3"), (2.98101, "2.982"), (12.3401, "12.35")]
+)
+def test_epsilons_that_are_told_in_words(value: float | None, words: str) -> None:
+    assert epsilon(value) == words
+
+
+@pytest.mark.parametrize(("value", "words"), [(1e-5, "1e-5"), (0.0712, "0.0712"), (128.0, "128"), (1e-10, "1e-10"), (0.001, "0.001")])
+def test_numbers_are_written_short(value: float, words: str) -> None:
+    assert compact(value) == words
+
+
+def test_every_relation_has_its_words() -> None:
+    assert set(RELATIONS) == set(get_args(Relation))
+
+
+def test_the_table_has_both_accountants_and_what_belongs_to_them() -> None:
+    told = answers(written())
+    assert told["privacy spent"] == "epsilon 1.101 (PLD), 1.235 (RDP) at delta 1e-5"
+    assert told["after"] == "120 of 300 planned steps, which together cost epsilon 2 (PLD)"
+    assert told["protects"].startswith("one row; neighbouring datasets differ by one record that is added or removed")
+    assert told["sampling"] == "Poisson sampling, each record by itself with probability 0.0712 (poisson)"
+    assert told["clipping"] == "each record's gradient clipped to norm 2"
+    assert told["noise"] == "gaussian, standard deviation 2.2 on the sum = 1.1 x sensitivity 2"
+    assert told["generator"].startswith("AES-256-CTR")
+    assert told["update"] == "SGD of the noisy sum / 128, 490 of 30,000 parameters; the others stay as they were"
+    assert told["private"].startswith("runs/private/private: NOT PRIVATE")
+    assert "warning" not in told
+
+
+def test_the_folder_is_the_last_line() -> None:
+    assert written().splitlines()[-1] == "runs/private"
+
+
+def test_an_accountant_without_an_answer_says_why() -> None:
+    why = {"epsilon_pld": "the discrete Gaussian has no privacy loss distribution here"}
+    told = answers(written(epsilon_pld=None, why_not=why))
+    assert told["privacy spent"] == f"epsilon 1.235 (RDP) at delta 1e-5; no PLD: {why['epsilon_pld']}"
+    assert spent_words(private_runs.step(epsilon_pld=None, epsilon_rdp=None)) == "no epsilon at delta 1e-5"
+
+
+def test_no_noise_is_told_as_no_privacy() -> None:
+    step = private_runs.step(epsilon_pld=math.inf, epsilon_rdp=math.inf, noise_multiplier=0.0, noise_std=0.0)
+    assert spent_words(step) == "epsilon infinite (PLD), infinite (RDP) at delta 1e-5"
+    assert guarantee(step).startswith("no privacy is promised: epsilon is infinite, after 120 steps")
+
+
+def test_the_guarantee_is_one_sentence_with_everything_in_it() -> None:
+    assert guarantee(private_runs.step()) == (
+        "(epsilon 1.101, delta 1e-5)-differential privacy by PLD, after 120 steps, for one row; "
+        "neighbouring datasets differ by one record that is added or removed; "
+        "Poisson sampling, each record by itself with probability 0.0712; no seed"
+    )
+
+
+def test_the_smaller_of_two_bounds_is_the_one_promised() -> None:
+    assert "(epsilon 1.235, delta 1e-5)-differential privacy by RDP" in guarantee(private_runs.step(epsilon_pld=1.5))
+
+
+def test_a_seed_is_told_as_the_hole_that_it_is() -> None:
+    told = answers(written(insecure_deterministic=True))
+    assert told["warning"].startswith("--insecure-deterministic")
+    assert "no guarantee holds" in guarantee(private_runs.step(insecure_deterministic=True))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "words"),
+    [
+        ({"scheme": "fixed", "batch_size": 64}, "fixed batches of 64 records, without amplification (fixed)"),
+        (
+            {"scheme": "truncated_poisson", "sample_rate": 0.01, "max_batch_size": 140, "dataset_size": 10_000},
+            "Poisson sampling, each record by itself with probability 0.01, cut off at 140 of 10,000 records (truncated_poisson)",
+        ),
+    ],
+)
+def test_other_samplers_are_told_as_what_they_are(sampling: dict[str, object], words: str) -> None:
+    assert answers(written(sampling=sampling, scheme=sampling["scheme"]))["sampling"] == words
+
+
+def test_groups_are_counted() -> None:
+    groups = [{"name": str(k), "parameters": [str(k)], "bound": 0.5 + k} for k in range(3)]
+    told = answers(written(clipping={"groups": groups, "rule": "automatic", "stability": 0.01}))
+    assert told["clipping"] == "each record's gradient normalised to below norms 0.5 to 2.5 in each of 3 groups of parameters"
+
+
+def test_json_is_the_public_record_alone() -> None:
+    told = json.loads(written("json"))
+    assert told == json.loads(json.dumps(private_runs.step()))
+
+
+def test_json_takes_numbers_of_numpy_and_has_no_infinity() -> None:
+    told = json.loads(written("json", epsilon_pld=math.inf, sensitivity=np.float64(2.5), planned_steps=np.int64(7)))
+    assert (told["epsilon_pld"], told["sensitivity"], told["planned_steps"]) == (None, 2.5, 7)
+
+
+def test_what_is_public_says_nothing_of_the_records() -> None:
+    """Two runs that differ in all that is private print the same."""
+    one, other = private_runs.result(), private_runs.result()
+    object.__setattr__(other, "steps", other.steps.assign(batch_size=3, mean_loss=77.7, max_norm=88.8))
+    object.__setattr__(other, "norms", other.norms * 10)
+    texts = [(io.StringIO(), io.StringIO()) for _ in range(2)]
+    for result, (table, plain) in zip((one, other), texts, strict=True):
+        write_step(result, "terminal", table)
+        write_step(result, "json", plain)
+    assert [stream.getvalue() for stream in texts[0]] == [stream.getvalue() for stream in texts[1]]
+
+
+def test_private_steps_come_under_their_warning() -> None:
+    stream = io.StringIO()
+    write_private_steps(private_runs.result(), stream)
+    lines = stream.getvalue().splitlines()
+    assert lines[0].startswith("NOT PRIVATE")
+    assert lines[1].split()[:3] == ["step", "batch", "size"]
+    assert [int(line.split()[0]) for line in lines[2:]] == list(range(111, 121))
+
+
+def test_a_plan_has_a_row_a_multiplier_and_marks_the_configured_one() -> None:
+    stream = io.StringIO()
+    write_plan_of_noise(private_runs.plan(target_epsilon=3.0), "terminal", stream)
+    lines = stream.getvalue().splitlines()
+    table = lines[lines.index("") + 1 :]
+    assert table[0].split("  ")[0].strip() == "noise multiplier"
+    assert [line.split()[0] for line in table[1:6]] == ["0.55", "0.8", "1.1", "1.5", "2.2"]
+    assert [line.endswith("* configured") for line in table[1:6]] == [False, False, True, False, False]
+    assert table[3].split()[1:5] == ["2.2", "2.728", "2.455", "300"]
+    assert table[-1] == "runs/private-plan.png"
+    assert answers(stream.getvalue())["target"] == "epsilon 3, which the row marked * meets"
+
+
+def test_a_plan_as_json() -> None:
+    stream = io.StringIO()
+    write_plan_of_noise(private_runs.plan(), "json", stream)
+    told = json.loads(stream.getvalue())
+    assert told["planned_steps"] == 300
+    assert [plan["noise_multiplier"] for plan in told["plans"]] == [0.55, 0.8, 1.1, 1.5, 2.2]
+    assert [plan["configured"] for plan in told["plans"]].count(True) == 1
+    assert told["plot"] == "runs/private-plan.png"

@@ -1,0 +1,151 @@
+"""The figures of a private run: what is public follows from the plan, what is private says so in the picture."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+import matplotlib
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+
+from psgrad.reports.drawing import Plot
+from psgrad.reports.privacy_plots import (
+    clipping_by_step,
+    epsilon_against_steps,
+    epsilon_by_multiplier,
+    losses_by_step,
+    norms_before_clipping,
+    private_plots,
+    public_plots,
+    write_plots,
+)
+from tests.reports import private_runs
+
+
+def axes_of(plot: Plot) -> Axes:
+    (axes,) = plot.figure.axes
+    return axes
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of WCAG 2.1, without its gamma: what grey a colour prints as."""
+    return float(np.dot(to_rgb(colour), (0.2126, 0.7152, 0.0722)))
+
+
+def test_the_steps_taken_and_those_planned_are_one_curve() -> None:
+    result = private_runs.result(steps=120)
+    planned, taken = axes_of(epsilon_against_steps(result)).lines[:2]
+    np.testing.assert_allclose(np.column_stack(planned.get_data()), result.curve)
+    assert max(taken.get_xdata()) == 120
+    assert len(taken.get_xdata()) == 120
+
+
+def test_the_public_figure_says_what_its_epsilon_means() -> None:
+    axes = axes_of(epsilon_against_steps(private_runs.result(target_epsilon=3.0)))
+    title = axes.get_title(loc="left")
+    assert title == "delta 1e-5, add or remove one (one row), Poisson sampling, each record by itself with probability 0.0712"
+    legend = axes.get_legend()
+    assert legend is not None
+    words = [text.get_text() for text in legend.get_texts()]
+    assert words == ["planned (RDP)", "taken (RDP)", "after 120 steps: 1.101 (PLD)", "after 120 steps: 1.235 (RDP)", "target 3"]
+    assert axes.get_ylabel() == "epsilon at delta 1e-5 (upper bound)"
+    assert axes.get_ylim()[0] == 0
+
+
+def test_an_infinite_epsilon_is_told_in_words() -> None:
+    result = private_runs.result(epsilon_pld=math.inf, epsilon_rdp=math.inf)
+    plot = epsilon_against_steps(replace(result, curve=[(1, math.inf), (2, math.inf)]))
+    assert [text.get_text() for text in axes_of(plot).texts] == ["no finite epsilon to draw"]
+    assert plot.png().startswith(b"\x89PNG")
+
+
+def test_a_plan_has_a_named_line_a_multiplier() -> None:
+    axes = axes_of(epsilon_by_multiplier(private_runs.plan()))
+    assert len(axes.lines) == 5
+    names = [text.get_text().strip() for text in axes.texts]
+    assert sorted(names) == sorted(
+        ["multiplier 0.55: 5.455", "multiplier 0.8: 3.75", "multiplier 1.1: 2.728", "multiplier 1.5: 2", "multiplier 2.2: 1.364"]
+    )
+
+
+def test_names_of_close_lines_do_not_overlap() -> None:
+    plan = private_runs.plan()
+    close = [replace(row, curve=private_runs.curve(3 + 1e-3 * index)) for index, row in enumerate(plan.rows)]
+    plot = epsilon_by_multiplier(replace(plan, rows=close))
+    plot.png()
+    heights = sorted(text.get_window_extent().y0 for text in axes_of(plot).texts)
+    text_height = axes_of(plot).texts[0].get_window_extent().height
+    assert all(upper - lower > 0.9 * text_height for lower, upper in itertools.pairwise(heights))
+
+
+def test_lines_stay_apart_in_grey_and_the_configured_one_is_orange() -> None:
+    lines = axes_of(epsilon_by_multiplier(private_runs.plan())).lines
+    colours = [str(line.get_color()) for line in lines]
+    assert colours[2] == "#d9640f"
+    others = sorted(luminance(colour) for colour in colours if colour != "#d9640f")
+    assert all(upper - lower > 0.1 for lower, upper in itertools.pairwise(others))
+
+
+def test_the_histogram_has_every_norm_and_the_bound() -> None:
+    result = private_runs.result()
+    axes = axes_of(norms_before_clipping(result))
+    assert sum(bar.get_height() for bar in axes.patches) == 1200  # type: ignore[attr-defined]
+    assert axes.lines[0].get_xdata()[0] == result.bound  # type: ignore[index]
+    share = np.mean(result.norms > 2)
+    legend = axes.get_legend()
+    assert legend is not None
+    assert legend.get_texts()[0].get_text() == f"bound 2; {share:.0%} above"
+
+
+def test_norms_that_are_zero_or_not_finite_are_counted() -> None:
+    result = replace(private_runs.result(), norms=np.array([0.0, np.nan, np.inf, 1.0, 2.0]))
+    assert "3 zero or not finite" in norms_before_clipping(result).caption
+
+
+def test_empty_batches_leave_a_gap() -> None:
+    result = private_runs.result()
+    gaps = result.steps.assign(clip_fraction=np.nan, mean_loss=np.nan)
+    assert axes_of(clipping_by_step(replace(result, steps=gaps))).texts
+    gaps.loc[5:9, "mean_loss"] = 1.0
+    assert len(axes_of(losses_by_step(replace(result, steps=gaps))).collections[0].get_offsets()) == 5  # type: ignore[arg-type]
+
+
+def marked(plots: Iterable[Plot]) -> list[bool]:
+    return ["NOT PRIVATE" in plot.figure.get_suptitle() for plot in plots]
+
+
+def test_what_is_not_private_says_so_in_the_picture() -> None:
+    result = private_runs.result()
+    assert all(marked(private_plots(result)))
+    assert not any(marked(public_plots(result)))
+
+
+def test_public_figures_follow_from_what_is_public() -> None:
+    one = private_runs.result()
+    other = replace(one, steps=one.steps.assign(mean_loss=9.0, batch_size=1), norms=one.norms * 3, bound=17.0)
+    assert [plot.svg() for plot in public_plots(one)] == [plot.svg() for plot in public_plots(other)]
+
+
+def test_each_figure_goes_where_it_belongs() -> None:
+    files: dict[str, bytes] = {}
+    write_plots(
+        private_runs.result(steps=1),
+        lambda name, data: files.update({f"public/{name}": data}),
+        lambda name, data: files.update({f"private/{name}": data}),
+    )
+    assert sorted(files) == ["private/clip_fraction.png", "private/losses.png", "private/norms.png", "public/epsilon.png"]
+    assert all(data.startswith(b"\x89PNG") for data in files.values())
+
+
+@pytest.mark.filterwarnings("error")
+def test_figures_render_without_warnings_and_leave_matplotlib_as_it_was() -> None:
+    before = dict(matplotlib.rcParams)
+    result = private_runs.result()
+    for plot in [*public_plots(result), *private_plots(result), epsilon_by_multiplier(private_runs.plan(target_epsilon=2.0))]:
+        assert plot.png().startswith(b"\x89PNG")
+    assert dict(matplotlib.rcParams) == before
