@@ -1,0 +1,234 @@
+"""Records of several rows: all rows of a user, or the augmented copies of a row. What is clipped is a record's gradient, not a row's.
+
+A record's loss is the weighted sum of its rows' losses, so its gradient is the average (or the sum) of theirs before anything is clipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from psgrad.engine.gradients.loading import Batch
+from psgrad.engine.transforms import vmap
+from psgrad.errors import DataError
+
+Rows = npt.NDArray[np.int64]
+Take = Callable[[Rows], Batch]
+Augment = Callable[..., Any]
+
+ROWS_WITHOUT_A_CAP = 1000
+"""Rows of a record that are taken without asking for a cap: all rows of a record are in memory together."""
+
+
+class Records:
+    """Which rows of a dataset make up each of its records, the units of privacy.
+
+    Attributes:
+        sizes: [records], how many rows of each record count.
+    """
+
+    def __init__(self, order: Rows, starts: Rows, sizes: Rows) -> None:
+        self._order, self._starts, self.sizes = order, starts, sizes
+
+    @staticmethod
+    def of_rows(count: int) -> Records:
+        """Each of `count` rows is a record."""
+        rows = np.arange(count, dtype=np.int64)
+        return Records(rows, rows, np.ones(count, dtype=np.int64))
+
+    @staticmethod
+    def of_units(units: npt.NDArray[Any], max_rows: int | None = None) -> Records:
+        """All rows with one value in `units` [rows] are a record; records are numbered as they are first met in the dataset.
+
+        Of a unit with more than `max_rows` rows the first ones in dataset order count, and the others never. The cap is a public
+        number, and which rows remain depends on nobody else's. Raises DataError where there is no cap and a unit has more than a
+        thousand rows.
+        """
+        _, firsts, codes, sizes = np.unique(units, return_index=True, return_inverse=True, return_counts=True)
+        if max_rows is None and sizes.max(initial=0) > ROWS_WITHOUT_A_CAP:
+            largest = int(sizes.argmax())
+            raise DataError(
+                f"the unit {units[firsts[largest]]!s} has {sizes[largest]} rows, and all rows of a unit are in memory together",
+                expected=f"privacy.unit.max_rows where a unit has more than {ROWS_WITHOUT_A_CAP} rows",
+                next_step="set privacy.unit.max_rows: of a unit with more rows the first ones in the dataset's order count",
+            )
+        rank = np.empty_like(firsts)
+        rank[np.argsort(firsts)] = np.arange(len(firsts))
+        order = np.argsort(rank[codes.reshape(-1)], kind="stable").astype(np.int64)
+        sizes = sizes[np.argsort(firsts)].astype(np.int64)
+        starts = np.cumsum(sizes) - sizes
+        return Records(order, starts, sizes if max_rows is None else np.minimum(sizes, max_rows))
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def longest(self) -> int:
+        """The most rows of any record."""
+        return int(self.sizes.max(initial=0))
+
+    def rows_of(self, record: int) -> Rows:
+        """The rows of a record, in dataset order."""
+        start = self._starts[record]
+        return self._order[start : start + self.sizes[record]]
+
+    def rows_of_each(self, records: Rows) -> Rows:
+        """The rows of several records, one record's after another's."""
+        starts, sizes = self._starts[records], self.sizes[records]
+        before = np.cumsum(sizes) - sizes
+        return self._order[np.repeat(starts - before, sizes) + np.arange(sizes.sum())]
+
+
+@dataclass(frozen=True)
+class RecordBatch:
+    """Records as a stream reads them.
+
+    Where every record is one row: each tensor [n, ...]. Else [n, k, ...], k the most rows of a record among these, with the weights
+    [n, k] of the rows as the last of the inputs: 1 / rows for an average, 1 for a sum, and 0 for what only fills up to k, which is
+    the record's own last row once more.
+    """
+
+    inputs: tuple[Tensor, ...]
+    target: Tensor | None
+
+
+class RecordReader:
+    """Reads drawn records for a Stream, whose rows are then numbers 0, 1, ... in what was drawn.
+
+    Args:
+        records: which rows are whose.
+        take: the rows of the dataset with these numbers, in this order.
+        combine: whether a record's gradient is the average or the sum of its rows'.
+        augment: one row's inputs, without a sample axis, to those of a changed copy. It draws from PyTorch's global generator, which
+            PyTorch seeds from the operating system; how copies are made is no part of the privacy guarantee, which holds for any.
+        copies: copies of each row, averaged inside the record. The rows themselves take no part beside their copies.
+        source: what the messages call `augment`.
+
+    The loss that goes with it is `loss_of`. What is read depends neither on the chunks in which it is read nor on other records.
+    """
+
+    def __init__(
+        self,
+        records: Records,
+        take: Take,
+        *,
+        combine: Literal["mean", "sum"] = "mean",
+        augment: Augment | None = None,
+        copies: int = 1,
+        source: str = "the augmentation",
+    ) -> None:
+        self.records, self._take, self._combine = records, take, combine
+        self._augment, self._copies, self._source = augment, copies if augment is not None else 1, source
+        self._shapes: list[tuple[int, ...]] | None = None
+        self.drawn: Rows = np.empty(0, dtype=np.int64)
+
+    @property
+    def several(self) -> bool:
+        """Whether records have an axis of rows."""
+        return self.records.longest * self._copies > 1
+
+    def draw(self, records: npt.ArrayLike) -> None:
+        """The records to read from now on. They are read longest first, in the order of `drawn`.
+
+        Records of about one length come together then, which fills up least, and what fits in memory is known from the first chunk.
+        """
+        drawn = np.asarray(records, dtype=np.int64)
+        self.drawn = drawn[np.argsort(-self.records.sizes[drawn], kind="stable")]
+
+    def loss_of(self, loss: Callable[..., Any], *, randomness: str = "error") -> Callable[..., Any]:
+        """The loss of a record, as a stream calls it, from that of one row: (params, inputs, target) to (loss, aux)."""
+        return record_loss(loss, randomness=randomness) if self.several else loss
+
+    def __call__(self, start: int, stop: int) -> Batch:
+        """The records at the places start, ..., stop - 1 of `drawn`."""
+        chosen = self.drawn[start:stop]
+        rows = self._take(self.records.rows_of_each(chosen))
+        if self._augment is not None:
+            rows = self._augmented(rows)
+        if not self.several:
+            return rows
+        sizes = self.records.sizes[chosen] * self._copies
+        places, weights = _padded(sizes, None if self._combine == "mean" else 1.0 / self._copies)
+        inputs = (*(x[places] for x in rows.inputs), weights)
+        return RecordBatch(inputs, None if rows.target is None else rows.target[places])
+
+    def _augmented(self, rows: Batch) -> RecordBatch:
+        count = rows.inputs[0].shape[0]
+        made = [self._copy([x[row] for x in rows.inputs]) for row in range(count) for _ in range(self._copies)]
+        inputs = tuple(torch.stack(column) for column in zip(*made, strict=True))
+        return RecordBatch(inputs, None if rows.target is None else rows.target.repeat_interleave(self._copies, dim=0))
+
+    def _copy(self, row: list[Tensor]) -> Sequence[Tensor]:
+        """One changed copy of a row, of the shapes that all copies have. Raises DataError where it is none."""
+        assert self._augment is not None
+        try:
+            found = self._augment(*[x.clone() for x in row])
+        except Exception as error:
+            first_line = next(iter(str(error).splitlines()), "")
+            raise DataError(
+                f"{self._source} raised {type(error).__name__}: {first_line}",
+                expected="a function of one row's inputs, tensors without a sample axis",
+                next_step="call it on one row by itself to see why",
+            ) from error
+        copy = list(found) if isinstance(found, tuple | list) else [found]
+        if len(copy) != len(row) or not all(isinstance(x, Tensor) for x in copy):
+            kinds = ", ".join(type(x).__name__ for x in copy)
+            raise DataError(f"{self._source} returned {kinds}", expected=f"{len(row)} tensors, as many as a row has inputs")
+        shapes = [tuple(x.shape) for x in copy]
+        self._shapes = self._shapes or shapes
+        if shapes != self._shapes:
+            raise DataError(
+                f"{self._source} returned the shapes {_listed(shapes)}, and {_listed(self._shapes)} before",
+                expected="one shape for all copies of all rows",
+                next_step="crop or pad to one size in the function",
+            )
+        return [x.detach().to("cpu") for x in copy]
+
+
+def record_loss(loss: Callable[..., Any], *, has_aux: bool = True, randomness: str = "error") -> Callable[..., Any]:
+    """The loss of a record of k rows, from the loss of one row.
+
+    Args:
+        loss: (params, inputs, target) of one row to a scalar, or with `has_aux` to (scalar, aux).
+        randomness: of the rows among each other, as for vmap.
+
+    Returns (params, inputs, target) to the record's loss, or with `has_aux` to (loss, {}): inputs are [k, ...] each, the weights [k] of
+    the rows last, and target is [k, ...] or None. A row of weight 0 adds nothing, if it is finite.
+
+    The rows are one more axis of the same batched kernels: a weight's deferred gradient has them among its positions.
+    """
+
+    def of_record(params: dict[str, Tensor], inputs: tuple[Tensor, ...], target: Tensor | None) -> Any:
+        *rows, weights = inputs
+
+        def of_row(inputs: tuple[Tensor, ...], target: Tensor | None) -> Tensor:
+            found: Any = loss(params, inputs, target)
+            return found[0] if has_aux else found
+
+        losses = vmap(of_row, in_dims=(0, None if target is None else 0), randomness=randomness)(tuple(rows), target)
+        total = (losses * weights.to(losses.dtype)).sum()
+        return (total, {}) if has_aux else total
+
+    return of_record
+
+
+def _padded(sizes: Rows, weight: float | None) -> tuple[Tensor, Tensor]:
+    """(places, weights), both [n, k], for records whose rows lie one record's after another's.
+
+    `weight` is that of every row; None for one over the record's number of rows. In float64: one third in float32 is not one third.
+    """
+    along = np.arange(int(sizes.max(initial=1)))
+    firsts = np.cumsum(sizes) - sizes
+    places = firsts[:, None] + np.minimum(along, sizes[:, None] - 1)
+    each = 1.0 / sizes[:, None] if weight is None else weight
+    return torch.from_numpy(places), torch.from_numpy(np.where(along < sizes[:, None], each, 0.0))
+
+
+def _listed(shapes: list[tuple[int, ...]]) -> str:
+    return ", ".join(str(list(shape)) for shape in shapes)

@@ -1,0 +1,307 @@
+"""Records of several rows: their gradient is that of the rows, averaged or summed before the clipping, and each is its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from psgrad.engine.gradients.streaming import Stream
+from psgrad.engine.objective import Objective
+from psgrad.engine.privacy.records import RecordBatch, RecordReader, Records, record_loss
+from psgrad.errors import DataError
+from tests.models import ARCHITECTURES, Architecture
+
+USERS = np.array([3, 3, 1, 3, 2, 1, 1, 1, 9, 9, 2, 3, 3, 7])  # 5, 4, 2, 2 and 1 rows
+NAMES = [architecture.name for architecture in ARCHITECTURES]
+
+
+def taking(inputs: tuple[Tensor, ...], target: Tensor | None) -> Callable[[Any], RecordBatch]:
+    """A dataset in memory: the rows of these numbers."""
+
+    def take(rows: np.ndarray[Any, Any]) -> RecordBatch:
+        index = torch.from_numpy(rows)
+        return RecordBatch(tuple(x[index] for x in inputs), None if target is None else target[index])
+
+    return take
+
+
+def rows_gradients(model: nn.Module, criterion: Callable[..., Tensor], inputs: tuple[Tensor, ...], target: Tensor) -> dict[str, Tensor]:
+    """name -> [n, *shape], one row after another by PyTorch's autograd."""
+    parameters = dict(model.named_parameters())
+    rows = []
+    for row in range(len(target)):
+        loss = criterion(model(*[x[row : row + 1] for x in inputs])[0], target[row])
+        found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+        rows.append([torch.zeros_like(p) if g is None else g for p, g in zip(parameters.values(), found, strict=True)])
+    return {name: torch.stack(column) for name, column in zip(parameters, zip(*rows, strict=True), strict=True)}
+
+
+def stream_of(objective: Objective, reader: RecordReader, **options: Any) -> Stream:
+    return Stream(reader.loss_of(objective.loss), objective.params, reader, **options)
+
+
+def whole(gradients: dict[str, Tensor]) -> Tensor:
+    return torch.cat([g.flatten(1) for g in gradients.values()], dim=1).double()
+
+
+# Which rows are whose -------------------------------------------------------------------------------------------------------------
+
+
+@given(units=st.lists(st.sampled_from("abcde"), min_size=1, max_size=20), cap=st.none() | st.integers(1, 4))
+def test_a_record_is_all_rows_of_a_unit_the_first_ones_in_their_order(units: list[str], cap: int | None) -> None:
+    records = Records.of_units(np.array(units), cap)
+
+    in_order = list(dict.fromkeys(units))
+    expected = [[row for row, unit in enumerate(units) if unit == name][:cap] for name in in_order]
+    assert [records.rows_of(record).tolist() for record in range(len(records))] == expected
+    assert records.sizes.tolist() == [len(rows) for rows in expected]
+    assert records.longest == max(map(len, expected))
+    chosen = np.arange(len(records))[::-2]
+    assert records.rows_of_each(chosen).tolist() == [row for record in chosen for row in expected[record]]
+
+
+def test_a_row_may_be_a_record() -> None:
+    records = Records.of_rows(7)
+    assert (len(records), records.longest) == (7, 1)
+    assert records.rows_of(4).tolist() == [4]
+    assert records.rows_of_each(np.array([1, 5])).tolist() == [1, 5]
+
+
+def test_a_unit_of_many_rows_needs_a_cap() -> None:
+    units = np.array(["eve"] * 1001 + ["bob"])
+    with pytest.raises(DataError) as caught:
+        Records.of_units(units)
+    assert "the unit eve has 1001 rows, and all rows of a unit are in memory together" in str(caught.value)
+    assert "expected: privacy.unit.max_rows where a unit has more than 1000 rows" in str(caught.value)
+    assert Records.of_units(units, 1001).longest == 1001
+    assert Records.of_units(units[1:]).longest == 1000
+
+
+def test_another_unit_changes_no_unit() -> None:
+    def rows(units: list[str]) -> dict[str, list[int]]:
+        records = Records.of_units(np.array(units), 2)
+        return {units[found[0]]: found.tolist() for found in map(records.rows_of, range(len(records)))}
+
+    assert rows(list("abcabca")) == {"a": [0, 3], "b": [1, 4], "c": [2, 5]}
+    assert rows(list("abcabcaxxx")) == {"a": [0, 3], "b": [1, 4], "c": [2, 5], "x": [7, 8]}
+
+
+# The gradient of a record ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("combine", ["mean", "sum"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_gradient_is_that_of_the_rows_before_the_clipping(name: str, combine: str) -> None:
+    architecture = ARCHITECTURES[NAMES.index(name)]
+    model = architecture.build(dtype=torch.float64)
+    inputs, target = architecture.batch(len(USERS), dtype=torch.float64)
+    rows = whole(rows_gradients(model, architecture.loss, inputs, target))
+    records = Records.of_units(USERS)
+    reader = RecordReader(records, taking(inputs, target), combine=combine)  # type: ignore[arg-type]
+    reader.draw([0, 2, 3, 1, 4])
+    gradients = stream_of(Objective(model, architecture.loss), reader).gradients(0, 5)
+
+    parts = [rows[records.rows_of(record)] for record in reader.drawn]
+    expected = torch.stack([part.mean(0) if combine == "mean" else part.sum(0) for part in parts])
+    assert (whole(gradients.materialise()) - expected).norm() <= 1e-10 * expected.norm()
+    torch.testing.assert_close(gradients.square_norms(), expected.square().sum(1), rtol=1e-10, atol=0)
+    factors = (1 / expected.norm(dim=1)).clamp(max=1)
+    summed = torch.cat([g.flatten() for g in gradients.weighted_sum(factors).values()])
+    assert (summed - factors @ expected).norm() <= 1e-10 * expected.norm()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_rows_are_positions_and_nothing_is_written_out(name: str) -> None:
+    architecture = ARCHITECTURES[NAMES.index(name)]
+    inputs, target = architecture.batch(len(USERS))
+    reader = RecordReader(Records.of_units(USERS), taking(inputs, target))
+    reader.draw(range(5))
+    gradients = stream_of(Objective(architecture.build(), architecture.loss), reader).gradients(0, 5)
+    assert gradients.unfactored == []
+
+
+def test_a_layer_keeps_a_factor_of_each_side() -> None:
+    model = nn.Sequential(nn.Linear(50, 60), nn.Tanh(), nn.Linear(60, 4))
+    inputs, target = (torch.randn(14, 50),), torch.randint(4, (14,))
+    reader = RecordReader(Records.of_units(USERS), taking(inputs, target))
+    reader.draw(range(5))
+    gradients = stream_of(Objective(model, nn.functional.cross_entropy), reader).gradients(0, 5)
+    (placed,) = gradients.gradients["0.weight"].terms
+    assert sorted(tuple(x.shape) for x in placed.term.factors) == [(5, 1, 5, 50), (5, 1, 5, 60)]  # users, 1, rows, features
+
+
+def test_records_of_one_row_are_read_the_plain_way() -> None:
+    inputs, target = (torch.randn(6, 4),), torch.arange(6)
+    reader = RecordReader(Records.of_rows(6), taking(inputs, target))
+    reader.draw([1, 4, 5])
+
+    def loss(*_: Any) -> None: ...
+
+    batch = reader(0, 2)
+    assert reader.loss_of(loss) is loss
+    assert [x.tolist() for x in batch.inputs] == [inputs[0][[1, 4]].tolist()]
+    assert batch.target is not None
+    assert batch.target.tolist() == [1, 4]
+
+
+def test_what_is_read_depends_neither_on_chunks_nor_on_company() -> None:
+    x, y = torch.arange(14.0)[:, None] * torch.ones(3), torch.arange(14)
+    reader = RecordReader(Records.of_units(USERS), taking((x,), y))
+    reader.draw([1, 3, 0, 4])
+    assert reader.drawn.tolist() == [0, 1, 3, 4]  # longest first
+    for start, stop in ((0, 4), (0, 1), (1, 3), (3, 4)):
+        batch = reader(start, stop)
+        rows, weights = batch.inputs
+        assert batch.target is not None
+        assert rows.shape[1] == weights.shape[1] == batch.target.shape[1] == reader.records.sizes[reader.drawn[start]]
+        for place, record in enumerate(reader.drawn[start:stop]):
+            own = reader.records.rows_of(record).tolist()
+            filled = own + [own[-1]] * (rows.shape[1] - len(own))
+            assert rows[place, :, 0].tolist() == batch.target[place].tolist() == filled
+            assert weights[place].tolist() == [1 / len(own)] * len(own) + [0] * (rows.shape[1] - len(own))
+
+
+def test_without_a_target() -> None:
+    x = torch.randn(14, 3, dtype=torch.float64)
+    model = nn.Linear(3, 2, dtype=torch.float64)
+    reader = RecordReader(Records.of_units(USERS), taking((x,), None))
+    reader.draw(range(5))
+    gradients = stream_of(Objective(model, lambda output, _: output.square().sum()), reader).gradients(0, 5)
+    by_hand = 2 * model(x).detach()[:, :, None] * x[:, None]
+    expected = torch.stack([by_hand[reader.records.rows_of(record)].mean(0) for record in reader.drawn])
+    torch.testing.assert_close(gradients.materialise()["weight"], expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize("row", [0, 13])
+def test_a_poisoned_row_spoils_its_own_record_alone(poison: float, row: int) -> None:
+    x = torch.randn(14, 6)
+    x[row, 2] = poison
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    reader = RecordReader(Records.of_units(USERS), taking((x,), torch.randint(4, (14,))))
+    reader.draw(range(5))
+    norms = stream_of(Objective(model, nn.functional.cross_entropy), reader).gradients(0, 5).square_norms()
+    spoiled = [row in reader.records.rows_of(record) for record in reader.drawn]
+    assert norms.isfinite().tolist() == [not bad for bad in spoiled]
+    assert sum(spoiled) == 1
+
+
+def test_rows_draw_at_random_each_for_itself() -> None:
+    x = torch.ones(14, 400)
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(400, 1))
+    reader = RecordReader(Records.of_units(USERS), taking((x,), None))
+    reader.draw([0, 1])
+    loss = reader.loss_of(Objective(model, lambda output, _: output.sum()).loss, randomness="different")
+    stream = Stream(loss, dict(model.named_parameters()), reader, randomness="different")
+    torch.manual_seed(0)
+    gradient = stream.gradients(0, 2).materialise()["1.weight"].squeeze(1)
+    kept = gradient * torch.from_numpy(reader.records.sizes[reader.drawn])[:, None] / 2  # each row is dropped, or kept and doubled
+    assert set(kept[0].round().tolist()) == {0, 1, 2, 3, 4, 5}
+    assert set(kept[1].round().tolist()) == {0, 1, 2, 3, 4}
+    assert (kept - kept.round()).abs().max() < 1e-5
+
+
+def test_a_loss_without_aux() -> None:
+    def loss(params: dict[str, Tensor], inputs: tuple[Tensor, ...], target: None) -> Tensor:
+        return (params["w"] * inputs[0]).sum()
+
+    value = record_loss(loss, has_aux=False)({"w": torch.tensor(2.0)}, (torch.tensor([1.0, 10.0]), torch.tensor([0.5, 0.25])), None)
+    assert value.item() == 6.0
+
+
+# Augmentation ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_copies_are_averaged_inside_the_record() -> None:
+    x, y = torch.randn(14, 3, dtype=torch.float64), torch.randn(14, 2, dtype=torch.float64)
+    model = nn.Linear(3, 2, dtype=torch.float64)
+    seen: list[Tensor] = []
+
+    def noisy(row: Tensor) -> Tensor:
+        seen.append(row + torch.randn(3, dtype=torch.float64))
+        return seen[-1]
+
+    for records, combine in ((Records.of_rows(14), "mean"), (Records.of_units(USERS), "mean"), (Records.of_units(USERS), "sum")):
+        seen.clear()
+        reader = RecordReader(records, taking((x,), y), combine=combine, augment=noisy, copies=3)  # type: ignore[arg-type]
+        reader.draw(range(4))
+        gradients = stream_of(Objective(model, nn.functional.mse_loss), reader).gradients(0, 4)
+        made = torch.stack(seen)
+        owner = np.concatenate([np.repeat(place, 3 * records.sizes[r]) for place, r in enumerate(reader.drawn)])
+        targets = torch.cat([y[np.repeat(records.rows_of(r), 3)] for r in reader.drawn])
+        each = rows_gradients(model, nn.functional.mse_loss, (made,), targets)["weight"]
+        assert len(made) == len(owner)
+        for place, record in enumerate(reader.drawn):
+            own = each[owner == place]
+            expected = own.mean(0) if combine == "mean" else own.reshape(-1, 3, 2, 3).mean(1).sum(0)
+            torch.testing.assert_close(gradients.materialise()["weight"][place], expected, rtol=1e-10, atol=1e-12)
+            assert len(own) == 3 * records.sizes[record]
+
+
+def test_one_copy_takes_the_place_of_its_row() -> None:
+    reader = RecordReader(Records.of_rows(3), taking((torch.arange(3.0)[:, None],), None), augment=lambda row: (row * 10,))
+    reader.draw([0, 2])
+    assert not reader.several
+    assert [x.tolist() for x in reader(0, 2).inputs] == [[[0.0], [20.0]]]
+
+
+def test_a_row_is_not_changed_by_its_copy() -> None:
+    x = torch.ones(2, 3)
+    reader = RecordReader(Records.of_rows(2), lambda rows: RecordBatch((x,), None), augment=lambda row: row.zero_(), copies=2)
+    reader.draw([0, 1])
+    reader(0, 2)
+    assert x.sum() == 6
+
+
+@pytest.mark.parametrize(
+    ("augment", "expected"),
+    [
+        (lambda row: row.view(7), "my.py:crop raised RuntimeError: shape '[7]' is invalid"),
+        (lambda row: None, "my.py:crop returned NoneType\n  expected: 1 tensors, as many as a row has inputs"),
+        (lambda row: (row, row), "my.py:crop returned Tensor, Tensor\n  expected: 1 tensors"),
+        (lambda row: row[: int(row[0])], "my.py:crop returned the shapes [2], and [1] before\n  expected: one shape for all copies"),
+    ],
+)
+def test_augmentations_that_can_not_be_used(augment: Callable[..., Any], expected: str) -> None:
+    x = torch.tensor([[1.0, 0.0], [2.0, 0.0]])
+    reader = RecordReader(Records.of_rows(2), taking((x,), None), augment=augment, source="my.py:crop")
+    reader.draw([0, 1])
+    with pytest.raises(DataError) as caught:
+        reader(0, 2)
+    assert expected in str(caught.value)
+
+
+# In a stream ----------------------------------------------------------------------------------------------------------------------
+
+
+class Summed:
+    """A measure that keeps the records' norms."""
+
+    needs_factors = False
+
+    def columns(self, gradients: Any) -> dict[str, Tensor]:
+        return {"norm": gradients.square_norms().sqrt()}
+
+    def keep(self) -> None: ...
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 5, "auto"])
+def test_a_stream_draws_again_and_again(chunk_size: Any) -> None:
+    architecture: Architecture = ARCHITECTURES[1]
+    model = architecture.build(dtype=torch.float64)
+    inputs, target = architecture.batch(len(USERS), dtype=torch.float64)
+    rows = whole(rows_gradients(model, architecture.loss, inputs, target))
+    reader = RecordReader(Records.of_units(USERS), taking(inputs, target))
+    stream = stream_of(Objective(model, architecture.loss), reader, chunk_size=chunk_size)
+    for drawn in ([0, 1, 2, 3, 4], [3], [4, 1]):
+        reader.draw(drawn)
+        found = torch.cat([part.values["norm"] for part in stream.run(len(drawn), [Summed()])])
+        expected = torch.stack([rows[reader.records.rows_of(r)].mean(0).norm() for r in reader.drawn])
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)
