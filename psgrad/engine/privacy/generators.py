@@ -112,7 +112,7 @@ class SecureGenerator(Generator):
 
         place = self._nonce + start.to_bytes(8, "big")
         encryptor = Cipher(algorithms.AES(self._key), modes.CTR(place)).encryptor()
-        into = memoryview(out)
+        into = out.data
         for at in range(0, size, _PIECE):
             encryptor.update_into(_ZEROS[: size - at], into[at:])
 

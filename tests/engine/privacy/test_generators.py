@@ -1,0 +1,302 @@
+"""Random generators: the cipher's published stream, no bit used twice, and normals beside the formula in float64 and their distribution."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import pickle
+import threading
+import warnings
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from psgrad.engine.privacy.box_muller import PAIRS
+from psgrad.engine.privacy.generators import Generator, SecureGenerator, TorchGenerator, make_generator
+from psgrad.errors import ConfigError
+from tests.engine.privacy.planted import PlantedGenerator, PlantedStream
+
+KINDS = ("aes", "torch")
+DTYPES = (torch.float32, torch.float64)
+# The error of the first kind of every test of a distribution here. The streams have seeds, so a test passes always or never.
+ALPHA = 1e-4
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+# -- the cipher --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_stream_is_aes_in_counter_mode() -> None:
+    """NIST SP 800-38A, F.5.5 (CTR-AES256.Encrypt): the output blocks of the first two counters."""
+    generator = SecureGenerator(bytes.fromhex("603deb1015ca71be2b73aef0857d77811f352c073b6108d72d9810a30914dff4"))
+    generator._nonce, generator._counter = bytes.fromhex("f0f1f2f3f4f5f6f7"), 0xF8F9FAFBFCFDFEFF
+    expected = bytes.fromhex("0bdf7df1591716335e9a8b15c860c502" + "5a6e699d536119065433863c8f657b94")
+    assert generator.uint64(4).tobytes() == expected
+
+
+def test_a_long_stream_goes_on_where_a_piece_ends() -> None:
+    from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+    generator = SecureGenerator(bytes(range(32)))
+    count = 100_001
+    counters = b"".join(block.to_bytes(16, "big") for block in range(count // 2 + 1))
+    expected = Cipher(algorithms.AES(bytes(range(32))), modes.ECB()).encryptor().update(counters)[: 8 * count]
+    assert generator.uint64(count).tobytes() == expected
+
+
+class Watched(SecureGenerator):
+    """Notes which cipher blocks are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used: list[int] = []
+
+    def _write(self, start: int, size: int, out: np.ndarray) -> None:
+        super()._write(start, size, out)
+        self.used.extend(range(start, start + -(-size // 16)))
+
+
+@given(st.lists(st.tuples(st.sampled_from(["uint64", "uniform", "float32", "float64"]), st.integers(0, 40)), max_size=8))
+def test_no_block_of_the_cipher_is_used_twice(calls: list[tuple[str, int]]) -> None:
+    generator = Watched()
+    for what, n in [*calls, ("float32", 4 * PAIRS + 3)]:
+        if what in ("uint64", "uniform"):
+            getattr(generator, what)(n)
+        else:
+            generator.normal((n,), getattr(torch, what))
+    assert len(generator.used) == len(set(generator.used)) <= generator._counter
+
+
+def test_threads_that_share_a_generator_get_different_bits() -> None:
+    generator = make_generator("aes")
+    found: list[int] = []
+    workers = [threading.Thread(target=lambda: found.extend(generator.uint64(50).tolist())) for _ in range(8)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert len(set(found)) == 400
+
+
+# -- whose stream it is --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_generators_made_anew_differ(kind: str) -> None:
+    words = [tuple(make_generator(kind).uint64(2).tolist()) for _ in range(20)]  # type: ignore[arg-type]
+    assert len(set(words)) == 20
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", [None, 5])
+def test_a_fork_does_not_repeat_its_parent(kind: str, seed: int | None) -> None:
+    generator = make_generator(kind, seed=seed)  # type: ignore[arg-type]
+    generator.uint64(3)
+    receive, send = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks where there are threads
+        child = os.fork()
+    if child == 0:
+        os.write(send, generator.uint64(8).tobytes())
+        os._exit(0)
+    os.waitpid(child, 0)
+    theirs = np.frombuffer(os.read(receive, 64), dtype=np.uint64)
+    os.close(receive)
+    os.close(send)
+    assert len(theirs) == 8
+    assert not set(theirs.tolist()) & set(generator.uint64(8).tolist())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_a_generator_is_not_copied(kind: str, way: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        way(make_generator(kind))  # type: ignore[arg-type, operator]
+    assert "to be copied or pickled" in caught.value.arrived
+    assert "subtract it" in str(caught.value.cause)
+
+
+def test_the_key_is_not_shown() -> None:
+    generator = SecureGenerator()
+    shown = f"{generator!r} {generator} {generator.name}"
+    assert generator._key.hex() not in shown
+    assert repr(generator._key) not in shown
+    assert repr(generator) == "<SecureGenerator aes-256-ctr>"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_seed_and_position_say_the_stream(kind: str) -> None:
+    def words(seed: int, position: int) -> list[int]:
+        return make_generator(kind, seed=seed, position=position).uint64(4).tolist()  # type: ignore[arg-type]
+
+    assert words(1, 0) == words(1, 0)
+    # (1, 10) and (11, 0) are written with the same digits.
+    assert len({tuple(words(*of)) for of in [(1, 0), (1, 1), (2, 0), (1, 10), (11, 0), (-1, 0)]}) == 6
+
+
+def test_the_name_tells_what_it_is() -> None:
+    secure, fast = make_generator("aes"), make_generator("torch")
+    assert (secure.name, secure.secure) == ("aes-256-ctr", True)
+    assert (fast.name, fast.secure) == ("torch", False)
+    for kind in KINDS:
+        seeded = make_generator(kind, seed=7, position=3)  # type: ignore[arg-type]
+        assert not seeded.secure
+        assert seeded.name.endswith("insecure: seed 7")
+
+
+def test_another_kind_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the random generator is 'numpy'") as caught:
+        make_generator("numpy")  # type: ignore[arg-type]
+    assert "aes" in str(caught.value.expected)
+
+
+# -- integers and uniforms -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_bit_is_one_half_of_the_time(kind: str) -> None:
+    words = make_generator(kind, seed=1).uint64(20_000)  # type: ignore[arg-type]
+    ones = np.unpackbits(words.view(np.uint8).reshape(-1, 8), axis=1).sum(0)
+    # 64 independent binomials: the sum of their squared deviations is chi-square.
+    square = ((ones - 10_000) ** 2 / 5_000).sum()
+    assert ALPHA < stats.chi2(64).cdf(square) < 1 - ALPHA
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_uniforms_are_uniform(kind: str) -> None:
+    values = make_generator(kind, seed=2).uniform(50_000)  # type: ignore[arg-type]
+    assert values.dtype == np.float64
+    assert stats.kstest(values, "uniform").pvalue > ALPHA
+
+
+def test_uniforms_stay_below_one() -> None:
+    assert PlantedGenerator([0, 2**64 - 1, 2**11, 2**63]).uniform(4).tolist() == [0.0, 1 - 2.0**-53, 2.0**-53, 0.5]
+
+
+# -- normals -------------------------------------------------------------------------------------------------------------------------------
+
+
+def by_formula(generator: SecureGenerator, total: int, dtype: torch.dtype) -> np.ndarray:
+    """Box-Muller on the same bits in float64, one block after another."""
+    angle = np.dtype(np.int32) if dtype == torch.float32 else np.dtype(np.int64)
+    width = 8 + angle.itemsize
+    raw = np.empty(-(-total // 2) * width + 15, dtype=np.uint8)
+    generator._write(0, len(raw) - 15, raw)
+    blocks = []
+    for start in range(0, -(-total // 2), PAIRS):
+        pairs = min(PAIRS, -(-total // 2) - start)
+        block = raw[start * width : (start + pairs) * width].tobytes()
+        size = np.frombuffer(block[: 8 * pairs], dtype=np.int64).astype(np.float64)
+        turn = np.frombuffer(block[8 * pairs :], dtype=angle).astype(np.float64) * math.pi / 2.0 ** (8 * angle.itemsize - 1)
+        radius = np.sqrt(-2 * np.log(np.maximum(np.abs(size) * 2.0**-63, 2.0**-65)))
+        blocks += [radius * np.cos(turn), radius * np.sin(turn)]
+    return np.concatenate(blocks)[:total] if blocks else np.empty(0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (2,), (5, 7), (2 * PAIRS,), (2 * PAIRS + 1,), (3, 2 * PAIRS + 5)])
+def test_normals_are_those_of_the_formula(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    key = b"k" * 32
+    found = SecureGenerator(key).normal(shape, dtype)
+    assert found.shape == shape
+    assert found.dtype == dtype
+    expected = torch.from_numpy(by_formula(SecureGenerator(key), math.prod(shape), dtype)).reshape(shape)
+    # In float32, U has steps of 2^-24 near 1, where the radius is near 0.
+    tolerance = {torch.float32: 2.5e-4, torch.float64: 1e-14}[dtype]
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance)
+    error = (found.double() - expected).abs()
+    assert error.numel() == 0 or error.median() < {torch.float32: 2e-7, torch.float64: 1e-15}[dtype]
+
+
+def test_the_number_of_threads_changes_nothing(threads: None) -> None:
+    found = []
+    for number in (1, 2, 5):
+        torch.set_num_threads(number)
+        found.append(SecureGenerator(b"t" * 32).normal((7 * PAIRS + 11,)))
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+def test_normals_in_inference_mode_and_under_another_default_device(threads: None) -> None:
+    torch.set_num_threads(2)
+    expected = SecureGenerator(b"i" * 32).normal((6 * PAIRS,))
+    with torch.inference_mode():
+        assert torch.equal(SecureGenerator(b"i" * 32).normal((6 * PAIRS,)), expected)
+    with torch.device("meta"):
+        assert torch.equal(SecureGenerator(b"i" * 32).normal((6 * PAIRS,)), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("word", "radius"),
+    [
+        (0, math.sqrt(130 * math.log(2))),  # U = 2^-65, the smallest
+        (1, math.sqrt(126 * math.log(2))),
+        (-1, math.sqrt(126 * math.log(2))),
+        (-(2**63), 0.0),  # U = 1
+        (2**63 - 1, 0.0),
+        (2**62, math.sqrt(2 * math.log(2))),
+    ],
+)
+def test_the_extreme_bits_give_finite_normals(word: int, radius: float, dtype: torch.dtype) -> None:
+    # One pair: eight bytes of radius, then an angle of bits 0: cos = 1.
+    pattern = word.to_bytes(8, "little", signed=True) + bytes(8)
+    found = PlantedStream(pattern).normal((2,), dtype)
+    assert found[0] == pytest.approx(radius, rel=1e-6, abs=1e-9)
+    assert found[1] == 0
+    # And with every other angle at the ends of its range.
+    for angle in (b"\x80\x00", b"\x7f\xff", b"\xff\xff", b"\x00\x01"):
+        bits = word.to_bytes(8, "little", signed=True) + (angle[:1] + angle[1:] * 7)[::-1]
+        pair = PlantedStream(bits).normal((2,), dtype).double()
+        assert pair.isfinite().all()
+        assert pair.norm() == pytest.approx(radius, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_normals_are_normal(kind: str, dtype: torch.dtype) -> None:
+    n = 400_000
+    values = make_generator(kind, seed=3).normal((n,), dtype).double().numpy()  # type: ignore[arg-type]
+    assert stats.kstest(values, "norm").pvalue > ALPHA
+    for limit in (2.0, 3.0, 4.0):
+        expected = 2 * stats.norm.sf(limit)
+        assert stats.binomtest(int((np.abs(values) > limit).sum()), n, expected).pvalue > ALPHA
+    # Cosines and sines, neighbours, and the sizes of both are uncorrelated.
+    for one, other in [(values[: n // 2], values[n // 2 :]), (values[:-1], values[1:]), (values[:-PAIRS], values[PAIRS:])]:
+        for way in (np.asarray, np.abs, np.square):
+            correlation = np.corrcoef(way(one), way(other))[0, 1]
+            assert abs(correlation) * math.sqrt(len(one)) < stats.norm.isf(ALPHA / 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_half_precision_draw_is_refused(kind: str) -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.int64):
+        with pytest.raises(ConfigError) as caught:
+            make_generator(kind).normal((3,), dtype)  # type: ignore[arg-type]
+        assert f"noise in {dtype}" in caught.value.arrived
+        assert "float32 or torch.float64" in str(caught.value.expected)
+
+
+def test_torch_draws_again_what_its_seed_says() -> None:
+    one, other = TorchGenerator(11), TorchGenerator(11)
+    assert torch.equal(one.normal((50,)), other.normal((50,)))
+    assert not torch.equal(one.normal((50,)), one.normal((50,)))
+    before = torch.get_rng_state()
+    one.normal((50,))
+    assert torch.equal(before, torch.get_rng_state())  # torch's own generator is somebody else's
+
+
+def test_a_generator_needs_integers_and_normals() -> None:
+    with pytest.raises(TypeError, match="abstract"):
+        Generator()  # type: ignore[abstract]
