@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from psgrad.errors import ModelError
 from psgrad.inputs.checkpoints import checkpoint_files, load_into, read_state_dict
 from psgrad.inputs.files import sha256_of
 from psgrad.inputs.imports import call_factory, module_of
+from psgrad.inputs.trainable import choose_trainable
 
 
 @dataclass(frozen=True)
@@ -32,10 +34,11 @@ class LoadedModel:
     sha256: str | None
 
 
-def load_model(config: ModelConfig, base: Path) -> LoadedModel:
+def load_model(config: ModelConfig, base: Path, trainable: Sequence[str] | None = None) -> LoadedModel:
     """Calls the factory, loads the checkpoint and sets the mode; paths are relative to `base`.
 
-    The model stays on the CPU, in the dtype that its factory gave it. Raises ConfigError, ModelError or CheckpointError.
+    `trainable` are patterns of the parameters that are to require a gradient, and no others; None leaves them as the factory made
+    them. The model stays on the CPU, in the dtype that its factory gave it. Raises ConfigError, ModelError or CheckpointError.
     """
     model = _built(config, base)
     notes, sha256 = [], None
@@ -46,6 +49,8 @@ def load_model(config: ModelConfig, base: Path) -> LoadedModel:
         note = load_into(model, read_state_dict(path, config.state_dict_key), str(config.checkpoint))
         notes += [note] if note else []
         sha256 = _checkpoint_hash(path)
+    if trainable is not None:
+        choose_trainable(model, trainable)
     _require_usable_parameters(model, config.factory)
     model.train(config.mode == "train")
     _require_independent_samples(model)

@@ -141,3 +141,10 @@ def test_a_missing_factory_and_a_missing_checkpoint(folder: Path) -> None:
         load(folder, "linaer")
     with pytest.raises(ConfigError, match="there is no checkpoint"):
         load(folder, "linear", checkpoint="nowhere.safetensors")
+
+
+def test_patterns_choose_what_is_trained_before_the_model_is_looked_at(folder: Path) -> None:
+    model = load_model(ModelConfig(factory="code.py:frozen"), folder, ["bias"]).model
+    assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == ["bias"]
+    with pytest.raises(ConfigError, match=r"no parameter matches 'biases'; did you mean bias\?"):
+        load_model(ModelConfig(factory="code.py:linear"), folder, ["biases"])
