@@ -1,0 +1,223 @@
+"""The noise on a sum: its standard deviation is multiplier * sensitivity and nothing else, and each draw is by itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from psgrad.engine.privacy.clipping import Clipping, Group
+from psgrad.engine.privacy.discrete import default_grid
+from psgrad.engine.privacy.generators import Generator, make_generator
+from psgrad.engine.privacy.noise import Mechanism, Noise
+from psgrad.engine.privacy.relation import Relation
+from psgrad.errors import ConfigError
+
+ALPHA = 1e-4
+MECHANISMS: tuple[Mechanism, ...] = ("gaussian", "discrete_gaussian")
+# Two groups: the sensitivity is the root of the sum of squares, 0.5.
+GROUPS = (Group("one", ("w",), 0.3), Group("two", ("v", "u"), 0.4))
+SIZE = 300_000
+
+
+def clipping_for(mechanism: Mechanism) -> Clipping:
+    return Clipping(GROUPS, grid=default_grid(0.5, 3 * SIZE) if mechanism == "discrete_gaussian" else None)
+
+
+def sums_for(mechanism: Mechanism, size: int = SIZE) -> dict[str, torch.Tensor]:
+    dtype = torch.int64 if mechanism == "discrete_gaussian" else torch.float32
+    return {name: torch.zeros(size, dtype=dtype) for name in ("w", "v", "u")}
+
+
+def drawn(mechanism: Mechanism, multiplier: float, relation: Relation, generator: Generator, size: int = SIZE) -> dict[str, torch.Tensor]:
+    return Noise(multiplier, mechanism).add(sums_for(mechanism, size), clipping_for(mechanism), relation, generator)
+
+
+# -- how much --------------------------------------------------------------------------------------------------------------------------
+
+
+def deviates(values: np.ndarray, deviation: float) -> float:
+    """The p-value of Kolmogorov and Smirnov's test against N(0, deviation^2)."""
+    return float(stats.kstest(values, "norm", args=(0, deviation)).pvalue)
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize(("relation", "sensitivity"), [("add_or_remove_one", 0.5), ("zero_out", 0.5), ("replace_one", 1.0)])
+def test_the_noise_is_as_large_as_it_should_be(mechanism: Mechanism, relation: Relation, sensitivity: float) -> None:
+    values = drawn(mechanism, 1.3, relation, make_generator("aes", seed=1))["v"].double().numpy()
+    assert deviates(values, 1.3 * sensitivity) > ALPHA
+    # The same test has the power to see 5 % too much or too little.
+    assert deviates(values, 1.3 * sensitivity * 1.05) < 1e-6
+    assert deviates(values, 1.3 * sensitivity / 1.05) < 1e-6
+
+
+def test_the_test_of_the_noise_has_power() -> None:
+    """Normal distributions 5 % apart differ by so much that this many values show it, in 999,999 of a million runs."""
+    apart = max(abs(stats.norm.cdf(x) - stats.norm.cdf(x / 1.05)) for x in np.linspace(0, 3, 301))
+    # Dvoretzky, Kiefer and Wolfowitz: what is measured is off by more than this with probability 1e-6 at most.
+    off = math.sqrt(math.log(2 / 1e-6) / (2 * SIZE))
+    assert apart > 2 * off
+
+
+@pytest.mark.parametrize("kind", ["aes", "torch"])
+def test_every_tensor_has_the_whole_noise(kind: Any) -> None:
+    noisy = drawn("gaussian", 2.0, "add_or_remove_one", make_generator(kind, seed=2))
+    for value in noisy.values():
+        assert deviates(value.double().numpy(), 1.0) > ALPHA
+    # The released vector as a whole: its norm is that of so many coordinates.
+    square = sum(float(value.double().square().sum()) for value in noisy.values())
+    assert ALPHA < stats.chi2(3 * SIZE).cdf(square) < 1 - ALPHA
+
+
+def test_the_standard_deviation_is_on_the_sum() -> None:
+    assert Noise(1.5).standard_deviation(0.4) == 1.5 * 0.4
+
+
+# -- by itself -------------------------------------------------------------------------------------------------------------------------
+
+
+def uncorrelated(one: torch.Tensor, other: torch.Tensor) -> bool:
+    correlations = [
+        np.corrcoef(way(one.double().numpy().ravel()), way(other.double().numpy().ravel()))[0, 1] for way in (np.asarray, np.abs)
+    ]
+    return all(abs(value) * math.sqrt(one.numel()) < stats.norm.isf(ALPHA / 2) for value in correlations)
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_tensors_steps_and_generators_have_noise_of_their_own(mechanism: Mechanism) -> None:
+    def add(generator: Generator) -> dict[str, torch.Tensor]:
+        return drawn(mechanism, 1.0, "add_or_remove_one", generator, size=20_000)
+
+    generator = make_generator("aes", seed=3)
+    first, second = add(generator), add(generator)
+    resumed = add(make_generator("aes", seed=3, position=2))
+    draws = [run[name] for run in (first, second, resumed) for name in run]
+    for place, one in enumerate(draws):
+        for other in draws[:place]:
+            assert uncorrelated(one, other)
+            assert not torch.equal(one, other)
+
+
+def test_a_run_that_goes_on_draws_afresh() -> None:
+    """Without a seed: what a generator made anew gives has nothing in common with what was there before."""
+    runs = [drawn("gaussian", 1.0, "add_or_remove_one", make_generator("aes"), size=1000)["w"] for _ in range(4)]
+    for place, one in enumerate(runs):
+        for other in runs[:place]:
+            assert not set(one.tolist()) >= set(other.tolist())
+            assert (one == other).float().mean() < 0.01
+
+
+# -- what it is added to ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_noise_is_added_and_the_sums_stay(dtype: torch.dtype) -> None:
+    clipping = Clipping.flat(["w", "b"], 1.0)
+    sums = {"w": torch.full((4, 3), 1000.0, dtype=dtype).t(), "b": torch.tensor(5.0, dtype=dtype)}
+    before = {name: value.clone() for name, value in sums.items()}
+    noisy = Noise(1.0).add(sums, clipping, "add_or_remove_one", make_generator("aes", seed=4))
+    alone = Noise(1.0).add({name: value * 0 for name, value in sums.items()}, clipping, "add_or_remove_one", make_generator("aes", seed=4))
+    for name, value in sums.items():
+        assert torch.equal(value, before[name])
+        assert noisy[name].dtype == dtype
+        assert noisy[name].shape == value.shape
+        torch.testing.assert_close(noisy[name] - alone[name], value, rtol=1e-6, atol=0)
+        assert not torch.equal(noisy[name], value)
+
+
+def test_discrete_noise_is_a_whole_number_of_steps() -> None:
+    grid = 2.0**-12
+    clipping = Clipping.flat(["w"], 1.0, grid=grid)
+    sums = {"w": torch.tensor([[2**61, -(2**61), 7]], dtype=torch.int64)}
+    noisy = Noise(1.0, "discrete_gaussian").add(sums, clipping, "add_or_remove_one", make_generator("aes", seed=5))
+    assert noisy["w"].dtype == torch.float64
+    steps = noisy["w"] / grid
+    assert torch.equal(steps, steps.round())
+    assert (steps[0, 2] - 7).abs() < 10 / grid
+    torch.testing.assert_close(steps[0, :2], torch.tensor([2.0**61, -(2.0**61)], dtype=torch.float64), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_no_noise_at_a_multiplier_of_zero(mechanism: Mechanism) -> None:
+    sums = {name: value + 3 for name, value in sums_for(mechanism, 5).items()}
+    noisy = Noise(0.0, mechanism).add(sums, clipping_for(mechanism), "add_or_remove_one", make_generator("aes"))
+    step = clipping_for(mechanism).grid or 1.0
+    for name, value in noisy.items():
+        assert value.tolist() == [3 * step] * 5
+        assert value.data_ptr() != sums[name].data_ptr()
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_an_empty_tensor_stays_empty(mechanism: Mechanism) -> None:
+    noisy = drawn(mechanism, 1.0, "add_or_remove_one", make_generator("aes"), size=0)
+    assert {name: value.shape for name, value in noisy.items()} == dict.fromkeys(("w", "v", "u"), (0,))
+
+
+def test_the_released_tensors_are_where_the_sums_are(device: torch.device) -> None:
+    for mechanism in MECHANISMS:
+        sums = {name: value.to(device) for name, value in sums_for(mechanism, 10).items()}
+        noisy = Noise(1.0, mechanism).add(sums, clipping_for(mechanism), "add_or_remove_one", make_generator("aes"))
+        assert all(value.device == sums[name].device for name, value in noisy.items())
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("multiplier", [-0.1, math.inf, math.nan])
+def test_a_multiplier_has_to_be_a_number(multiplier: float) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Noise(multiplier)
+    assert caught.value.arrived == f"the noise multiplier is {multiplier}"
+    assert "target_epsilon" in str(caught.value.next_step)
+
+
+def test_another_mechanism_is_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Noise(1.0, "laplace")  # type: ignore[arg-type]
+    assert caught.value.arrived == "the noise mechanism is 'laplace'"
+    assert caught.value.expected == "one of gaussian, discrete_gaussian"
+
+
+def refusal(act: Callable[[], Any]) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        act()
+    return caught.value
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64, torch.complex64])
+def test_sums_in_half_precision_are_refused(dtype: torch.dtype) -> None:
+    sums = {**sums_for("gaussian", 3), "u": torch.zeros(3, dtype=dtype)}
+    error = refusal(lambda: Noise(1.0).add(sums, clipping_for("gaussian"), "add_or_remove_one", make_generator("aes")))
+    assert error.arrived == f"the sum of u is {dtype}"
+    assert error.expected == "torch.float32 or torch.float64 for gaussian noise"
+    assert "sum in float32" in str(error.next_step)
+
+
+def test_discrete_noise_is_for_integers() -> None:
+    grid = clipping_for("discrete_gaussian")
+    error = refusal(
+        lambda: Noise(1.0, "discrete_gaussian").add(sums_for("gaussian", 3), grid, "add_or_remove_one", make_generator("aes")),
+    )
+    assert error.arrived == "the sum of w is torch.float32"
+    assert "not rounded to the grid" in str(error.cause)
+
+
+def test_mechanism_and_grid_go_together() -> None:
+    for mechanism, other in (MECHANISMS, MECHANISMS[::-1]):
+        clipping = clipping_for(other)
+        error = refusal(lambda: Noise(1.0, mechanism).add(sums_for(mechanism, 3), clipping, "add_or_remove_one", make_generator("aes")))  # noqa: B023
+        assert error.arrived.startswith(f"{mechanism} noise on sums {'on a grid' if other == 'discrete_gaussian' else 'with no grid'}")
+        assert error.next_step
+
+
+def test_a_grid_too_fine_for_64_bits_is_refused() -> None:
+    clipping = Clipping.flat(["w"], 1.0, grid=2.0**-41)
+    sums = {"w": torch.zeros(3, dtype=torch.int64)}
+    error = refusal(lambda: Noise(1.0, "discrete_gaussian").add(sums, clipping, "add_or_remove_one", make_generator("aes")))
+    assert "standard deviation is 1, and the grid" in error.arrived
+    assert f"at least {2.0**-40:g}" in str(error.expected)

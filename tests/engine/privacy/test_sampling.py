@@ -1,0 +1,211 @@
+"""How records are drawn: exactly as accounted, each by itself, over the whole dataset, and refused where it can't be."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from psgrad.engine.privacy import sampling
+from psgrad.engine.privacy.generators import make_generator
+from psgrad.engine.privacy.sampling import Sampling, random_subset
+from psgrad.errors import ConfigError
+from tests.engine.privacy.planted import PlantedGenerator
+
+ALPHA = 1e-4
+
+
+def draws(scheme: Sampling, count: int, steps: int, seed: int = 1) -> np.ndarray:
+    """Whether each record is in each step: bool [steps, count]."""
+    generator = make_generator("aes", seed=seed)
+    drawn = np.zeros((steps, count), dtype=bool)
+    for step in drawn:
+        step[scheme.draw(count, generator)] = True
+    return drawn
+
+
+def of(scheme: str, count: int) -> Sampling:
+    """One of each scheme, for a dataset of so many records."""
+    return {
+        "poisson": Sampling("poisson", sample_rate=0.3),
+        "truncated_poisson": Sampling("truncated_poisson", sample_rate=0.3, max_batch_size=max(1, count // 3), dataset_size=count),
+        "fixed": Sampling("fixed", batch_size=max(1, count // 3)),
+    }[scheme]
+
+
+# -- what comes out --------------------------------------------------------------------------------------------------------------------
+
+
+@given(st.sampled_from(["poisson", "truncated_poisson", "fixed"]), st.integers(1, 300), st.integers(0, 10**6))
+def test_records_come_once_and_in_order(scheme: str, count: int, seed: int) -> None:
+    drawn = of(scheme, count).draw(count, make_generator("aes", seed=seed))
+    assert drawn.dtype == np.int64
+    assert (np.diff(drawn) > 0).all()
+    assert len(drawn) == 0 or (drawn[0] >= 0 and drawn[-1] < count)
+    if scheme == "fixed":
+        assert len(drawn) == max(1, count // 3)
+    if scheme == "truncated_poisson":
+        assert len(drawn) <= max(1, count // 3)
+
+
+def test_poisson_draws_each_record_with_its_rate() -> None:
+    rate, count, steps = 0.07, 500, 2000
+    drawn = draws(Sampling("poisson", sample_rate=rate), count, steps)
+    # All records together, the spread over the records, and that of the sizes of the batches.
+    assert stats.binomtest(int(drawn.sum()), drawn.size, rate).pvalue > ALPHA
+    by_record = ((drawn.sum(0) - steps * rate) ** 2 / (steps * rate * (1 - rate))).sum()
+    by_step = ((drawn.sum(1) - count * rate) ** 2 / (count * rate * (1 - rate))).sum()
+    assert ALPHA < stats.chi2(count).cdf(by_record) < 1 - ALPHA
+    assert ALPHA < stats.chi2(steps).cdf(by_step) < 1 - ALPHA
+
+
+@pytest.mark.parametrize("scheme", ["poisson", "truncated_poisson", "fixed"])
+def test_steps_are_independent(scheme: str) -> None:
+    drawn = draws(of(scheme, 40), 40, 4000)
+    for lag in (1, 2):
+        table = np.array([[(~drawn[:-lag] & ~drawn[lag:]).sum(), (~drawn[:-lag] & drawn[lag:]).sum()]])
+        table = np.vstack([table, [[(drawn[:-lag] & ~drawn[lag:]).sum(), (drawn[:-lag] & drawn[lag:]).sum()]]])
+        assert stats.chi2_contingency(table, correction=False).pvalue > ALPHA
+
+
+def test_poisson_draws_records_independently() -> None:
+    drawn = draws(Sampling("poisson", sample_rate=0.4), 6, 20_000)
+    # Every one of the 64 batches, with its own probability.
+    seen = Counter((drawn * 2 ** np.arange(6)).sum(1).tolist())
+    expected = [20_000 * 0.4 ** batch.bit_count() * 0.6 ** (6 - batch.bit_count()) for batch in range(64)]
+    assert stats.chisquare([seen[batch] for batch in range(64)], expected).pvalue > ALPHA
+
+
+def test_fixed_draws_every_batch_alike() -> None:
+    for size in (2, 5):  # below and above the half, which are drawn in two ways
+        drawn = draws(Sampling("fixed", batch_size=size), 7, 8000)
+        seen = Counter(tuple(np.flatnonzero(step).tolist()) for step in drawn)
+        assert stats.chisquare([seen[batch] for batch in combinations(range(7), size)]).pvalue > ALPHA
+
+
+def test_truncated_poisson_keeps_every_subset_alike() -> None:
+    scheme = Sampling("truncated_poisson", sample_rate=0.5, max_batch_size=2, dataset_size=5)
+    seen = Counter(tuple(np.flatnonzero(step).tolist()) for step in draws(scheme, 5, 8000))
+    # Batches of 0 and 1 as they are, and of 2 what Poisson leaves: 26 of 32, shared by ten pairs.
+    expected = {(): 1 / 32, **{(record,): 1 / 32 for record in range(5)}, **dict.fromkeys(combinations(range(5), 2), 26 / 320)}
+    assert seen.keys() <= expected.keys()
+    assert stats.chisquare([seen[batch] for batch in expected], [8000 * p for p in expected.values()]).pvalue > ALPHA
+
+
+@pytest.mark.parametrize(("count", "size"), [(0, 0), (5, 0), (1, 1), (9, 9), (2, 1), (1000, 999), (100_000, 3)])
+def test_subsets_of_any_size(count: int, size: int) -> None:
+    subset = random_subset(count, size, make_generator("aes", seed=3))
+    assert len(subset) == len(set(subset.tolist())) == size
+    assert subset.dtype == np.int64
+
+
+@pytest.mark.parametrize("scheme", [Sampling("poisson", sample_rate=0.5), Sampling("poisson", sample_rate=1.0)])
+def test_no_records_are_an_empty_batch(scheme: Sampling) -> None:
+    drawn = scheme.draw(0, make_generator("aes"))
+    assert (drawn.shape, drawn.dtype) == ((0,), np.int64)
+
+
+def test_a_rate_of_one_draws_all_and_a_tiny_one_nearly_none() -> None:
+    generator = make_generator("aes", seed=4)
+    assert Sampling("poisson", sample_rate=1.0).draw(50, generator).tolist() == list(range(50))
+    assert len(Sampling("poisson", sample_rate=1e-30).draw(5000, generator)) == 0
+    assert len(Sampling("poisson", sample_rate=1e-4).draw(5000, generator)) < 10
+
+
+def test_a_dataset_larger_than_a_piece_is_drawn_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Sampling("poisson", sample_rate=0.5).draw(96, make_generator("aes", seed=5))
+    monkeypatch.setattr(sampling, "_LOTS", 32)  # pieces of whole cipher blocks, so that the bits are the same
+    assert Sampling("poisson", sample_rate=0.5).draw(96, make_generator("aes", seed=5)).tolist() == whole.tolist()
+    assert whole.max() > 90
+
+
+# -- exact bits ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_lot_below_the_rate_is_in() -> None:
+    lots = [0, 2**62 - 1, 2**62, 2**64 - 1]
+    assert Sampling("poisson", sample_rate=0.25).draw(4, PlantedGenerator(lots)).tolist() == [0, 1]
+
+
+@given(st.floats(1e-18, 1.0))
+def test_no_record_is_drawn_more_often_than_accounted(rate: float) -> None:
+    """The probability in integers: the smallest lot that is out, over 2^64, is at most the rate, and less than one lot below it."""
+    limit = int(rate * 2.0**64)
+    lots = [lot for lot in (limit - 1, limit) if 0 <= lot < 2**64]
+    drawn = Sampling("poisson", sample_rate=rate).draw(len(lots), PlantedGenerator(lots)) if rate < 1 else np.array([0])
+    numerator, denominator = rate.as_integer_ratio()
+    expected = [place for place, lot in enumerate(lots) if (lot + 1) * denominator <= numerator << 64]
+    assert drawn.tolist() == expected
+
+
+def test_lots_beyond_the_last_whole_multiple_are_left_out() -> None:
+    # 2^64 = 1 mod 3: the largest lot would make 0 likelier than 1 and 2.
+    words = [2**64 - 1, 2, *[0] * 8]
+    assert random_subset(3, 1, PlantedGenerator(words)).tolist() == [2]
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"scheme": "shuffled"}, "the sampling scheme is 'shuffled'"),
+        ({"scheme": "poisson"}, "sample_rate is missing for poisson sampling"),
+        ({"scheme": "fixed"}, "batch_size is missing for fixed sampling"),
+        (
+            {"scheme": "truncated_poisson", "sample_rate": 0.1, "dataset_size": 5},
+            "max_batch_size is missing for truncated_poisson",
+        ),
+        (
+            {"scheme": "truncated_poisson", "sample_rate": 0.1, "max_batch_size": 5},
+            "dataset_size is missing for truncated_poisson",
+        ),
+        ({"scheme": "poisson", "sample_rate": 0.1, "batch_size": 5}, "batch_size is given, and poisson sampling has none"),
+        ({"scheme": "fixed", "sample_rate": 0.1, "batch_size": 5}, "sample_rate is given, and fixed sampling has none"),
+        ({"scheme": "poisson", "sample_rate": 0.0}, "sample_rate is 0.0"),
+        ({"scheme": "poisson", "sample_rate": 128}, "sample_rate is 128"),
+        ({"scheme": "poisson", "sample_rate": float("nan")}, "sample_rate is nan"),
+        ({"scheme": "fixed", "batch_size": 0}, "batch_size is 0"),
+        ({"scheme": "fixed", "batch_size": 2.5}, "batch_size is 2.5"),
+        ({"scheme": "fixed", "batch_size": True}, "batch_size is True"),
+        (
+            {"scheme": "truncated_poisson", "sample_rate": 0.1, "max_batch_size": 6, "dataset_size": 5},
+            "max_batch_size is 6, and the dataset has 5 records",
+        ),
+    ],
+)
+def test_numbers_that_do_not_make_a_scheme(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Sampling(**fields)
+    assert caught.value.arrived.removesuffix(" sampling") == says.removesuffix(" sampling")
+    assert caught.value.expected or caught.value.next_step
+
+
+def test_a_batch_size_given_as_a_rate_is_explained() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Sampling("poisson", sample_rate=128)
+    assert caught.value.cause == "the number of records in a batch was given"
+
+
+def test_a_dataset_that_does_not_fit() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Sampling("fixed", batch_size=5).draw(4, make_generator("aes"))
+    assert caught.value.arrived == "batch_size is 5, and the dataset has 4 records"
+    truncated = Sampling("truncated_poisson", sample_rate=0.5, max_batch_size=2, dataset_size=5)
+    with pytest.raises(ConfigError) as caught:
+        truncated.draw(6, make_generator("aes"))
+    assert caught.value.arrived == "the dataset has 6 records, and dataset_size is 5"
+    assert "set dataset_size to 6" in str(caught.value.next_step)
+
+
+@pytest.mark.parametrize("scheme", ["poisson", "truncated_poisson", "fixed"])
+def test_the_description_makes_the_scheme_again(scheme: str) -> None:
+    assert Sampling(**of(scheme, 30).describe()) == of(scheme, 30)
+    assert set(of(scheme, 30).describe()) == {"scheme", *sampling.FIELDS[scheme]}  # type: ignore[index]
