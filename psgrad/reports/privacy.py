@@ -190,11 +190,19 @@ def _setting_facts(step: dict[str, Any]) -> list[tuple[str, str]]:
     if step.get("clipping"):
         facts.append(("clipping", _clipping_words(step["clipping"])))
     if step.get("noise_multiplier") is not None:
-        words = f"{step['mechanism']}, standard deviation {number(step['noise_std'])} on the sum"
-        facts.append(("noise", f"{words} = {number(step['noise_multiplier'])} x sensitivity {number(step['sensitivity'])}"))
+        facts.append(("noise", _noise_words(step)))
     elif step.get("sensitivity") is not None:
         facts.append(("noise", f"{step['mechanism']}, a multiple of the sensitivity {number(step['sensitivity'])} on the sum"))
     return facts
+
+
+def _noise_words(step: dict[str, Any]) -> str:
+    accounted, deviation, sensitivity = step["noise_multiplier"], step["noise_std"], step["sensitivity"]
+    words = f"{step['mechanism']}, standard deviation {number(deviation)} on the sum = {number(deviation / sensitivity)} x sensitivity "
+    if math.isclose(deviation, accounted * sensitivity, rel_tol=1e-6):
+        return words + number(sensitivity)
+    # Where the bound adapts, the count that it follows has noise of its own, and the two together cost less noise than the sum has.
+    return f"{words}{number(sensitivity)}; with the bound's count it is accounted as {number(accounted)}"
 
 
 def _clipping_words(clipping: dict[str, Any]) -> str:

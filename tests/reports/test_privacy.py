@@ -130,6 +130,13 @@ def test_groups_are_counted() -> None:
     assert told["clipping"] == "each record's gradient normalised to below norms 0.5 to 2.5 in each of 3 groups of parameters"
 
 
+def test_an_adaptive_bound_has_the_noise_of_its_sum_and_what_is_accounted() -> None:
+    told = answers(written(noise_multiplier=1.1, noise_std=2.3, sensitivity=2.0))
+    assert told["noise"] == (
+        "gaussian, standard deviation 2.3 on the sum = 1.15 x sensitivity 2; with the bound's count it is accounted as 1.1"
+    )
+
+
 def test_json_is_the_public_record_alone() -> None:
     told = json.loads(written("json"))
     assert told == json.loads(json.dumps(private_runs.step()))
