@@ -1,0 +1,318 @@
+"""What a private run refuses before its first step, each with its words, and what it lets pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from psgrad.engine.objective import Objective
+from psgrad.engine.privacy.refusals import require_expected_batch_size, require_separate_records, require_small_delta
+from psgrad.engine.privacy.sampling import Sampling
+from psgrad.errors import EXIT_RUNTIME, EXIT_USAGE, ConfigError, ModelError
+from tests.models import ARCHITECTURES, Architecture
+
+# Numbers --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_delta_is_below_one_over_the_records() -> None:
+    require_small_delta(1e-5, 50_000)
+    with pytest.raises(ConfigError) as caught:
+        require_small_delta(1e-3, 1000)
+    assert caught.value.exit_code == EXIT_USAGE
+    assert str(caught.value).splitlines() == [
+        "privacy.delta is 0.001, and the dataset has 1000 records",
+        "  expected: less than 1 / 1000 = 0.001",
+        "  likely cause: with such a delta it would be within the guarantee to publish one record, picked at random, as it is",
+        "  next step: set privacy.delta well below that, such as 1e-4",
+    ]
+
+
+@given(delta=st.floats(1e-12, 0.999), records=st.integers(1, 10**9))
+def test_what_is_advised_for_delta_is_let_pass(delta: float, records: int) -> None:
+    try:
+        require_small_delta(delta, records)
+    except ConfigError as error:
+        assert delta * records >= 1
+        require_small_delta(float(str(error).rpartition("such as ")[2]), records)
+    else:
+        assert delta * records < 1
+
+
+POISSON = Sampling("poisson", sample_rate=0.1)
+FIXED = Sampling("fixed", batch_size=64)
+TRUNCATED = Sampling("truncated_poisson", sample_rate=0.1, max_batch_size=50, dataset_size=1000)
+
+
+@pytest.mark.parametrize(
+    ("divisor", "sampling", "expected"),
+    [
+        (49, POISSON, "is 49, and batches will have about 100 records (sample_rate 0.1 of 1000 records)"),
+        (201, POISSON, "is 201, and batches will have about 100 records"),
+        (201, POISSON, "next step: set privacy.expected_batch_size: 100, or correct the sampling"),
+        (20, FIXED, "batches will have about 64 records (batch_size 64)"),
+        (110, TRUNCATED, "batches will have about 50 records (max_batch_size 50)"),
+    ],
+)
+def test_a_divisor_that_is_far_from_the_batches(divisor: float, sampling: Sampling, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        require_expected_batch_size(divisor, sampling, 1000)
+    assert expected in str(caught.value)
+    assert str(caught.value).startswith("privacy.expected_batch_size is ")
+
+
+@pytest.mark.parametrize(("divisor", "sampling"), [(50, POISSON), (100, POISSON), (200, POISSON), (64, FIXED), (50, TRUNCATED)])
+def test_a_divisor_that_is_near_enough(divisor: float, sampling: Sampling) -> None:
+    require_expected_batch_size(divisor, sampling, 1000)
+
+
+# Models -------------------------------------------------------------------------------------------------------------------------
+
+
+class Around(nn.Module):
+    """A network with something between its two layers."""
+
+    def __init__(self, middle: nn.Module) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(6, 6), middle, nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.middle(self.first(x)).flatten(1))
+        return out
+
+
+class Function(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class RunningMean(nn.Module):
+    """Centres its input on a running mean, which it keeps in a buffer."""
+
+    mean: Tensor
+
+    def __init__(self, *, replace: bool) -> None:
+        super().__init__()
+        self.replace = replace
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.replace:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        else:
+            self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x - self.mean
+
+
+class FirstBatch(nn.Module):
+    """Sets itself up by the first batch that it sees, in a buffer that was not there before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "scale" not in self._buffers:
+            self.register_buffer("scale", x.detach().abs().mean(0))
+        return x / self.scale
+
+
+class Cache(nn.Module):
+    """Keeps what depends on the input's shape alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "angles" not in self._buffers:
+            self.register_buffer("angles", torch.arange(x.shape[-1]), persistent=False)
+        return x + self.angles
+
+
+class Bank(nn.Module):
+    """Adds the last thing that it saw, kept in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = [*self.seen, x.detach()[:1]][-2:]
+        return x + self.seen[0]
+
+
+def check(model: nn.Module, loss: Callable[..., Tensor] = F.cross_entropy, rows: int = 4, **options: Any) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(rows, 6, generator=generator), torch.randint(3, (rows,), generator=generator)
+    require_separate_records(Objective(model, loss, **options), (x,), y)
+
+
+def refusal(model: nn.Module, loss: Callable[..., Tensor] = F.cross_entropy, **options: Any) -> str:
+    with pytest.raises(ModelError) as caught:
+        check(model, loss, **options)
+    assert caught.value.exit_code == EXIT_RUNTIME
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("mode", [True, False])
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
+def test_the_networks_that_people_train_pass(architecture: Architecture, mode: bool) -> None:
+    inputs, target = architecture.batch(4)
+    require_separate_records(Objective(architecture.build().train(mode), architecture.loss), inputs, target)
+
+
+@pytest.mark.parametrize(
+    "middle",
+    [
+        nn.BatchNorm1d(6).eval(),
+        nn.Dropout(0.5),
+        Cache(),
+        nn.LayerNorm(6),
+        parametrizations.spectral_norm(nn.Linear(6, 6)).eval(),
+        Function(lambda x: x * torch.nan),
+    ],
+    ids=["batch-norm-in-eval", "dropout", "cache", "layer-norm", "spectral-norm-in-eval", "nan"],
+)
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_what_leaves_records_apart_passes(middle: nn.Module, rows: int) -> None:
+    check(Around(middle), rows=rows)
+
+
+def test_mixed_precision_passes() -> None:
+    check(Around(nn.GELU()), autocast=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("layer", "kind"),
+    [
+        (nn.BatchNorm1d(6), "BatchNorm1d"),
+        (nn.Sequential(nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2, track_running_stats=True)), "Instance"),
+    ],
+)
+def test_running_statistics_in_train_mode(layer: nn.Module, kind: str) -> None:
+    message = refusal(Around(layer))
+    assert f"({kind}" in message
+    assert "is in train mode, and its running statistics follow the data" in message
+    assert (
+        "expected: parameters and buffers that a forward pass leaves alone: what the data writes into them is published without" in message
+    )
+    assert "next step: set model.mode: eval, build it with track_running_stats=False, or replace it by nn.GroupNorm" in message
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_statistics_of_the_batch(mode: bool) -> None:
+    message = refusal(Around(nn.BatchNorm1d(6, track_running_stats=False)).train(mode))
+    assert "the layer middle (BatchNorm1d) takes its statistics from the batch, on which every record's output then depends" in message
+    assert "next step: replace it by nn.GroupNorm, or build it with track_running_stats=True and set model.mode: eval" in message
+
+
+@pytest.mark.parametrize("replace", [True, False])
+def test_a_buffer_that_the_data_updates(replace: bool) -> None:
+    model = Around(RunningMean(replace=replace))
+    buffer = model.middle.mean
+    assert "a forward pass changes the buffer middle.mean of the layer middle (RunningMean)" in refusal(model)
+    assert model.middle.mean is buffer
+    assert not buffer.any()
+
+
+def test_a_buffer_that_the_first_batch_makes() -> None:
+    model = Around(FirstBatch())
+    assert "a forward pass changes the buffer middle.scale of the layer middle (FirstBatch)" in refusal(model)
+    assert not dict(model.named_buffers())
+
+
+@pytest.mark.parametrize("old", [True, False])
+def test_power_iteration_in_train_mode(old: bool) -> None:
+    wrap = nn.utils.spectral_norm if old else parametrizations.spectral_norm
+    message = refusal(Around(wrap(nn.Linear(6, 6))))
+    assert "a forward pass changes the buffer middle." in message
+    assert "power iteration (spectral norm) in train mode" in message
+
+
+def test_a_parameter_that_a_forward_pass_changes() -> None:
+    class Projected(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight.data.div_(self.weight.data.norm() + x.data.norm())
+            return super().forward(x)
+
+    model = Around(Projected(6, 6))
+    before = model.middle.weight.detach().clone()
+    assert "a forward pass changes the parameter middle.weight of the layer middle (Projected)" in refusal(model)
+    assert torch.equal(model.middle.weight, before)
+
+
+def test_a_memory_bank() -> None:
+    message = refusal(Around(Bank()))
+    assert "the loss of row " in message
+    assert "once others have passed\n  expected: a loss of each record that depends on no other record" in message
+    assert "likely cause: the model or the loss keeps something of what it has seen (a memory bank, a running average)" in message
+
+
+def test_a_loss_with_a_memory() -> None:
+    seen: list[float] = []
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        seen.append(F.cross_entropy(output, target).item())
+        return F.cross_entropy(output, target) / (sum(seen) / len(seen))
+
+    assert "once others have passed" in refusal(nn.Linear(6, 3), loss)
+
+
+@pytest.mark.parametrize(
+    ("middle", "layer"),
+    [
+        (Function(lambda x: x - x.mean(0)), "middle (Function)"),
+        (Function(lambda x: x.cumsum(0)), "middle (Function)"),
+        (Function(lambda x: x.flip(0)), "middle (Function)"),
+        (Function(lambda x: x.softmax(0)), "middle (Function)"),
+        (nn.Sequential(nn.Dropout(0.5), Function(lambda x: x - x.mean(0))), "middle.1 (Function)"),
+        (nn.TransformerEncoderLayer(6, 2, 12, batch_first=False).eval(), "middle"),
+    ],
+)
+def test_a_model_that_mixes_records(middle: nn.Module, layer: str) -> None:
+    message = refusal(Around(middle))
+    assert "what the model makes of a row changes with the other rows of its batch, by " in message
+    assert f"of its size, first in the layer {layer}" in message
+    assert "expected: an output for each record that depends on no other record" in message
+    assert "next step: use layers that look at one sample, such as nn.GroupNorm" in message
+
+
+def test_a_loss_over_the_batch_that_the_model_computes() -> None:
+    class Balanced(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            shares = self.gate(x).softmax(1)
+            return {"logits": self.gate(x), "balance": shares.mean(0).square().sum()}
+
+    def loss(output: dict[str, Tensor], target: Tensor, share: float = 1.0) -> Tensor:
+        return F.cross_entropy(output["logits"], target) + share * output["balance"]
+
+    assert "changes with the other rows of its batch" in refusal(Balanced(), loss)
+
+
+def test_what_fails_alone_is_told_and_what_takes_no_batch_passes() -> None:
+    message = refusal(Around(nn.Linear(5, 6)))
+    assert "the model or the loss raised RuntimeError on row 0 of the rows looked at: mat1 and mat2 shapes" in message
+
+    def one(x: Tensor) -> Tensor:
+        if len(x) != 1:
+            raise ValueError("one at a time")
+        return x
+
+    check(Around(Function(one)))
+
+
+def test_generators_and_weights_are_left_as_they_were() -> None:
+    model = Around(nn.Dropout(0.5))
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before = torch.get_rng_state()
+    check(model)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
