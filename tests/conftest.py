@@ -1,7 +1,8 @@
-"""What holds for every test: the device, the seeds, and a precision at which a difference means a mistake."""
+"""What holds for every test: the device, the seeds, a precision at which a difference means a mistake, and who runs it."""
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from hypothesis import register_random, settings
 
+from tests.seeds import set_seed
 from tests.workplace import Workplace
 
 # What was measured of the machine at hand, and kept, decides orders of contraction: the tests are the same everywhere.
@@ -22,7 +24,7 @@ settings.load_profile("psgrad")
 class TorchRandom:
     """torch's generator in the form that hypothesis asks for, so that an example always draws the same tensors."""
 
-    seed = staticmethod(torch.manual_seed)
+    seed = staticmethod(set_seed)
     getstate = staticmethod(torch.get_rng_state)
     setstate = staticmethod(torch.set_rng_state)
 
@@ -31,6 +33,27 @@ torch_random = TorchRandom()  # hypothesis keeps a weak reference only
 register_random(torch_random)
 
 torch.set_num_threads(min(2, torch.get_num_threads()))
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """How many processes share the tests: for the whole suite one a core, at most four; what is named on the command line runs in this one.
+
+    `--dist worksteal` gives each at first a run of neighbouring files, so that what a module sets up is set up once, or twice.
+    """
+    if config.args_source is pytest.Config.ArgsSource.ARGS:
+        return 0
+    for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(variable, "1")  # the workers load their libraries with it, and hand it on to what they start
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, 4)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays, so that the garbage collections that tests and engine ask for need not look through it."""
+    gc.collect()
+    gc.freeze()
+
+
 # TF32 keeps 10 bits of mantissa, less than any tolerance below.
 torch.backends.cuda.matmul.allow_tf32 = False
 torch.backends.cudnn.allow_tf32 = False
@@ -44,7 +67,7 @@ def device() -> torch.device:
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    torch.manual_seed(0)
+    set_seed(0)
 
 
 @pytest.fixture

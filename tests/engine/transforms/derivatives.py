@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 from psgrad.engine.transforms import grad_and_value, jvp, vjp
 from tests.engine.transforms.operators import Program
+from tests.seeds import set_seed
 
 Tensors = Sequence[Tensor]
 
@@ -32,7 +33,7 @@ class Derivative(NamedTuple):
 
 
 def _like(tensors: Tensors, seed: int) -> list[Tensor]:
-    torch.manual_seed(seed)
+    set_seed(seed)
     return [torch.randn_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
 
 
@@ -65,7 +66,7 @@ def _detached(values: Tensors) -> tuple[Tensor, ...]:
 
 def _pull_by_autograd(program: Program, tensors: Tensors, seeds: Tensors) -> Answer:
     given, leaves = _fresh(program, tensors)
-    torch.manual_seed(0)
+    set_seed(0)
     values = program(*given)
     found: Tensors = ()
     if program.tracked:
@@ -105,7 +106,7 @@ def _projected(values: Tensors, projection: Tensors) -> Tensor:
 
 def _gradient_by_autograd(program: Program, tensors: Tensors, projection: Tensors) -> Answer:
     given, leaves = _fresh(program, tensors)
-    torch.manual_seed(0)
+    set_seed(0)
     value = _projected(_tracked(program, program(*given)), projection)
     found = torch.autograd.grad(value, leaves, materialize_grads=True)
     return Answer((value.detach(),), tuple(g.to_dense() for g in found))
@@ -135,7 +136,7 @@ def _push_by_autograd(program: Program, tensors: Tensors, tangents: Tensors) -> 
 
 def _push_by_duals(program: Program, tensors: Tensors, tangents: Tensors) -> Answer:
     given = [tensor.detach().clone() for tensor in tensors]
-    torch.manual_seed(0)
+    set_seed(0)
     with forward_ad.dual_level():
         duals = [forward_ad.make_dual(leaf, tangent) for leaf, tangent in zip(program.leaves(given), tangents, strict=True)]
         values = [forward_ad.unpack_dual(value) for value in program(*program.with_leaves(given, duals))]
@@ -146,7 +147,7 @@ def _push_by_duals(program: Program, tensors: Tensors, tangents: Tensors) -> Ans
 def _push_by_pulling_twice(program: Program, tensors: Tensors, tangents: Tensors) -> Answer:
     """The vjp is linear in its seeds, and its transpose there is the jvp."""
     given, leaves = _fresh(program, tensors)
-    torch.manual_seed(0)
+    set_seed(0)
     values = program(*given)
     seeds = [torch.zeros_like(value, requires_grad=True) for value in _tracked(program, values)]
     pulled = torch.autograd.grad(_tracked(program, values), leaves, seeds, create_graph=True, materialize_grads=True)
@@ -158,7 +159,7 @@ def _push_by_pulling_twice(program: Program, tensors: Tensors, tangents: Tensors
 def _push_by_rows(program: Program, tensors: Tensors, tangents: Tensors) -> Answer:
     """Each element's tangent is the product of its gradient and the tangents of the differentiable tensors."""
     given, leaves = _fresh(program, tensors)
-    torch.manual_seed(0)
+    set_seed(0)
     values = program(*given)
 
     def product(value: Tensor, place: int, unit: complex) -> Tensor:
@@ -200,7 +201,7 @@ def _pull_twice_by_autograd(program: Program, tensors: Tensors, directions: Tens
     given, leaves = _fresh(program, tensors)
     count = len(program.tracked)
     seeds, probes = [seed.detach().clone().requires_grad_() for seed in directions[:count]], directions[count:]
-    torch.manual_seed(0)
+    set_seed(0)
     found = torch.autograd.grad(_tracked(program, program(*given)), leaves, seeds, create_graph=True, materialize_grads=True)
     smooth = [i for i, g in enumerate(found) if g.requires_grad]
     again = torch.autograd.grad([found[i] for i in smooth], [*leaves, *seeds], [probes[i] for i in smooth], materialize_grads=True)

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from tests.seeds import set_seed
+
 # Samples of one database entry that are looked at.
 MOST_SAMPLES = 4
 
@@ -58,7 +60,7 @@ class Program:
             out = function(first, *rest, **kwargs)
             return sample.output_process_fn_grad(out) if sample.output_process_fn_grad is not None else out
 
-        torch.manual_seed(0)
+        set_seed(0)
         # Cloned behind the leaf, as an operator may write in place; the layout stays as it was.
         cloned = [leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         results = _tensors(call(*tree_unflatten(cloned, spec)))
@@ -103,7 +105,7 @@ def programs(entry: Any, dtype: torch.dtype = torch.float64) -> Iterator[Program
 
     The database says how to stay where an operator is defined (symmetric matrices, places that no mask hides): its wrapper.
     """
-    torch.manual_seed(0)
+    set_seed(0)
     has_duals = _name(entry) not in WITHOUT_DUALS
     samples = entry.sample_inputs("cpu", dtype, requires_grad=entry.supports_autograd)
     for number, sample in enumerate(list(islice(samples, MOST_SAMPLES))):

@@ -16,6 +16,7 @@ from psgrad.engine.transforms import vjp, vmap
 from psgrad.errors import PsgradError
 from tests.engine.transforms.derivatives import GRADIENT, PULL, PULL_TWICE, PUSH, PUSH_PULLED, Answer, Derivative
 from tests.engine.transforms.operators import Program, programs
+from tests.seeds import set_seed
 
 RELATIVE, ABSOLUTE = 1e-9, 1e-10
 # Of how many calls each tensor is mapped alone, too, and not just all of them together.
@@ -119,7 +120,7 @@ class TwoSamples:
             answer = self.derivative.ours(self.program, tensors, directions)
             return tuple(answer.values), tuple(answer.derivatives)
 
-        torch.manual_seed(0)
+        set_seed(0)
         in_dims = (list(self.where), self.directions_where)
         return Answer(*vmap(one, in_dims=in_dims, randomness="same")(self.tensors, self.directions))
 
@@ -131,7 +132,7 @@ class TwoSamples:
             values = vmap(lambda *tensors: tuple(self.program(*tensors)), randomness="same")(*given)
             return tuple(values[i] for i in self.program.tracked), values
 
-        torch.manual_seed(0)
+        set_seed(0)
         _, pull, values = vjp(whole, *self.program.leaves(self.tensors), has_aux=True)
         return Answer(values, pull(tuple(self.directions)))
 
@@ -190,7 +191,7 @@ def _judge_row(entry: Any, row: str, program: Program, verdict: Verdict, equal: 
         expected = derivative.oracle(program, program.tensors, directions)
 
         def check() -> bool:
-            torch.manual_seed(0)
+            set_seed(0)
             tensors = [tensor.clone() for tensor in program.tensors]
             return agree(derivative.ours(program, tensors, directions), expected, values_are_defined=defined)
 
