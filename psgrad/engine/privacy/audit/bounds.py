@@ -1,0 +1,154 @@
+"""What a game of canaries says about epsilon: the largest that it refutes, by three methods, and whether it refutes what is declared."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from psgrad.engine.privacy.accounting import Events, merged
+from psgrad.engine.privacy.audit.game import Played
+from psgrad.engine.privacy.audit.one_run import (
+    Guesses,
+    Profile,
+    Rates,
+    epsilon_for_any_mechanism,
+    guess,
+    is_refuted,
+    rates,
+    strategies,
+    tails,
+)
+from psgrad.engine.privacy.audit.profiles import distance, profile_of, scaled
+
+# The methods, each of which gets a third of what may go wrong.
+METHODS = {
+    "guesses": "any mechanism (Steinke et al. 2023, theorem 5.2)",
+    "profile": "this mechanism with less noise (Mahloujifar et al. 2024)",
+    "rates": "this mechanism with less noise, canaries independent (Clopper and Pearson)",
+}
+# The noise is looked for in steps of a twelfth of an octave, up to so many octaves more than declared, and down to where neighbours are so
+# many standard deviations apart that nothing is promised that could be refuted.
+_TO_THE_OCTAVE, _OCTAVES, _NO_PROMISE = 12, 8, 25.0
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What one method refutes.
+
+    Attributes:
+        method: a key of METHODS.
+        epsilon: the largest epsilon that is refuted, at the audit's delta; 0 where none is.
+        noise: the noise that there is at most, as a share of the declared noise; None for a method that knows no mechanism. 1 or more:
+            what is declared stands.
+        evidence: the guesses or rates behind it, in words.
+    """
+
+    method: str
+    epsilon: float
+    noise: float | None
+    evidence: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a game says, with all methods together.
+
+    Attributes:
+        epsilon: a lower bound on epsilon at `delta`, wrong with a probability of at most 1 - `confidence`: the best of the methods'.
+        declared: whether what is declared stands. `epsilon` is then below the accounted one.
+        guesses: of the best strategy against any mechanism: how many guesses, and how many right.
+    """
+
+    epsilon: float
+    delta: float
+    confidence: float
+    declared: bool
+    bounds: tuple[Bound, ...]
+    guesses: Guesses
+
+
+def judge(played: Played, events: Events, delta: float, confidence: float, accounted: float | None) -> Verdict:
+    """Hold a game against the steps that were declared; `accounted` is their epsilon at this delta, None where there is none to state."""
+    level = (1 - confidence) / len(METHODS)
+    guesses = [guess(played.scores, played.inside, strategy) for strategy in strategies(len(played.scores))]
+    any_epsilon, best = epsilon_for_any_mechanism(guesses, delta, level)
+    shown = best if best is not None else max(guesses, key=lambda found: found.right / found.guesses)
+    bounds = [Bound("guesses", any_epsilon, None, _told(shown))]
+    noisy = all(event.noise_multiplier > 0 for event in merged(events))
+    if noisy:
+        thresholds = np.quantile(played.simulated, [1 - tail for tail in tails(len(played.scores))])
+        found_rates = [rates(played.scores, played.inside, threshold) for threshold in thresholds]
+        family = _Family(events, delta)
+        bounds.append(_less_noise("profile", [_of_guesses(each, level / len(guesses)) for each in guesses], family))
+        bounds.append(_less_noise("rates", [_of_rates(each, level / len(found_rates)) for each in found_rates], family))
+    less = any(bound.noise is not None and bound.noise < 1 for bound in bounds)
+    more = noisy and accounted is not None and any_epsilon > accounted
+    return Verdict(max(bound.epsilon for bound in bounds), delta, confidence, not (less or more), tuple(bounds), shown)
+
+
+@dataclass(frozen=True)
+class _Test:
+    """Whether what was found refutes a guarantee, and what was found, in words."""
+
+    told: str
+    refutes: Callable[[Profile], bool]
+
+
+def _of_guesses(found: Guesses, level: float) -> _Test:
+    return _Test(_told(found), lambda profile: is_refuted(profile, found, level))
+
+
+def _of_rates(found: Rates, level: float) -> _Test:
+    told = f"a threshold that {found.hits} of {found.inside} pass that are in, {found.alarms} of {found.outside} that are out"
+    return _Test(told, lambda profile: found.is_refuted_by(profile, level))
+
+
+def _told(found: Guesses) -> str:
+    return f"{found.right} of {found.guesses} guesses right"
+
+
+class _Family:
+    """The declared steps with more or less noise: 2^(step / 12) times as much."""
+
+    def __init__(self, events: Events, delta: float) -> None:
+        self.events, self.delta = events, delta
+        self.profile = functools.cache(self._profile)
+        least = math.ceil(_TO_THE_OCTAVE * math.log2(distance(events) / _NO_PROMISE))
+        self.least, self.most = max(min(least, 0), -_TO_THE_OCTAVE * _OCTAVES), _TO_THE_OCTAVE * _OCTAVES
+
+    def share(self, step: int) -> float:
+        return float(2.0 ** (step / _TO_THE_OCTAVE))
+
+    def _profile(self, step: int) -> Profile:
+        return profile_of(scaled(self.events, self.share(step)))
+
+
+def _less_noise(method: str, tests: list[_Test], family: _Family) -> Bound:
+    """How much noise there is at most: the least share of the declared noise that some test refutes, and its epsilon.
+
+    Where one amount of noise is refuted, more of it is, too, as it promises more.
+    """
+
+    def refuting(step: int) -> _Test | None:
+        return next((test for test in tests if test.refutes(family.profile(step))), None)
+
+    found = refuting(family.most)
+    if found is None:
+        return Bound(method, 0.0, math.inf, tests[0].told)
+    stands, refuted = family.least - 1, family.most
+    while refuted - stands > 1:
+        # What is declared first, as all methods look at it.
+        middle = 0 if stands < 0 < refuted else (stands + refuted) // 2
+        test = refuting(middle)
+        stands, refuted, found = (stands, middle, test) if test is not None else (middle, refuted, found)
+    return Bound(method, smallest_epsilon(family.profile(refuted), family.delta), family.share(refuted), found.told)
+
+
+def smallest_epsilon(profile: Profile, delta: float) -> float:
+    """The least epsilon, of those that the profile has, at which it keeps to delta; infinite where none does."""
+    kept = np.flatnonzero(profile.deltas <= delta)
+    return float(profile.epsilons[kept[0]]) if len(kept) else math.inf

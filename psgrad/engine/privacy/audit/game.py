@@ -1,0 +1,197 @@
+"""The audit's game: canaries are in or out by the toss of a coin, private steps are taken, and the coins are guessed from what comes out.
+
+The steps are a run's own: its sampling draws the records and canaries, its clipping bounds them, and `private_sum` adds its noise. Only the
+update is left out, so that no weight changes. What is in by a coin follows the relation: a canary that is in adds its spike; one that is
+out adds nothing, or the opposite spike where neighbours replace a record by another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from psgrad.engine.privacy.accounting import StepEvent, adaptive_multiplier
+from psgrad.engine.privacy.adaptive import AdaptiveBound
+from psgrad.engine.privacy.audit.canaries import Canaries, with_canaries
+from psgrad.engine.privacy.audit.noise_check import NoiseCheck, NoiseLog
+from psgrad.engine.privacy.clipped import ClippedSum
+from psgrad.engine.privacy.clipping import Clipping
+from psgrad.engine.privacy.generators import Generator
+from psgrad.engine.privacy.noise import Noise
+from psgrad.engine.privacy.relation import Relation
+from psgrad.engine.privacy.sampling import Sampling
+from psgrad.engine.privacy.source import GradientSource
+from psgrad.engine.privacy.step import private_sum
+
+Array = np.ndarray[Any, Any]
+
+# Canaries that are simulated as being out, for thresholds that don't depend on what is found.
+_SIMULATED = 20_000
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """What is audited: the parts of a private run. See `PrivateTraining`.
+
+    noise: step number t = 0, 1, ... to its noise. generator: makes the run's generator; called again in the middle, as a run that is
+    resumed does.
+    """
+
+    clipping: Clipping
+    noise: Callable[[int], Noise]
+    sampling: Sampling
+    relation: Relation
+    generator: Callable[[], Generator]
+    adaptive: AdaptiveBound | None = None
+    expected_batch_size: float | None = None
+
+    def event(self, step: int) -> StepEvent:
+        """What a step is declared to cost."""
+        noise = self.noise(step)
+        return StepEvent(noise.multiplier, self.sampling, self.relation, noise.mechanism)
+
+    def sum_multiplier(self, step: int) -> float:
+        """The noise multiplier of the step's sum, which is a little more than the event's where a count is released beside it."""
+        declared = self.noise(step).multiplier
+        return declared if self.adaptive is None else adaptive_multiplier(declared, self.adaptive.count_multiplier)
+
+
+@dataclass(frozen=True)
+class Played:
+    """A game that is over.
+
+    Attributes:
+        scores: [m] how much each canary seems to be in. inside: [m] bool, the coins.
+        simulated: scores of canaries that are out, of noise that is as declared.
+        noise: whether the noise was as declared.
+        reach: the canaries' clipped norm, as a share of a record's.
+        steps: how many were taken.
+    """
+
+    scores: Array
+    inside: Array
+    simulated: Array
+    noise: NoiseCheck
+    reach: float
+    steps: int
+
+
+def play(
+    mechanism: Mechanism,
+    canaries: Canaries,
+    steps: int,
+    random: np.random.Generator,
+    *,
+    source: Callable[[Array], GradientSource] | None = None,
+    records: int = 0,
+    tell: Callable[[int], None] = lambda _: None,
+) -> Played:
+    """Play it over so many steps.
+
+    Args:
+        random: tosses the coins.
+        source: makes the clipped sum of these records; None plays with canaries alone.
+        records: how many records there are to draw from.
+        tell: called with the number of steps that are done.
+
+    Fixed batches are accounted as though every record were in every batch, and so the canaries are. Under truncated Poisson sampling they
+    take the places of as many records, so that the dataset keeps its size.
+    """
+    clipping, adaptive = mechanism.clipping, mechanism.adaptive
+    inside = random.random(canaries.count) < 0.5
+    reach = canaries.reach(clipping)
+    replaced = mechanism.relation == "replace_one"
+    # A canary's part in the sum, in units of the sensitivity, when it is drawn: in or out.
+    far, near = (reach / 2, -reach / 2) if replaced else (reach, 0.0)
+    log = NoiseLog()
+    scores = np.zeros(canaries.count)
+    simulated = np.zeros(_SIMULATED)
+    generator = mechanism.generator()
+    for step in range(steps):
+        if step == (steps + 1) // 2:
+            generator = mechanism.generator()
+        drawn, others = _drawn(mechanism.sampling, canaries.count, records if source is not None else 0, generator)
+        who = drawn if replaced else drawn[inside[drawn]]
+        signs = np.where(inside[who], 1.0, -1.0)
+        rest = None if source is None else _Heard(source(others))
+        heard = _Heard(with_canaries(rest, canaries, who, signs))
+        noise = mechanism.noise(step)
+        now = clipping if adaptive is None else clipping.with_bound(adaptive.bound)
+        noisy = private_sum(
+            heard,
+            clipping,
+            noise,
+            mechanism.relation,
+            generator,
+            adaptive=adaptive,
+            expected_batch_size=mechanism.expected_batch_size,
+        )
+        multiplier, sensitivity = mechanism.sum_multiplier(step), now.sensitivity(mechanism.relation)
+        seen = canaries.read(noisy.sums, now)
+        if rest is not None and mechanism.sampling.scheme != "truncated_poisson":
+            # The auditor knows the other records, and which of them were drawn: the guarantee holds whatever these are. Where batches
+            # are truncated, the draws depend on one another, and are left unknown.
+            known = rest.found.sums if now.grid is None else {name: value * now.grid for name, value in rest.found.sums.items()}
+            seen = seen - canaries.read(known, now)
+        rate = 1.0 if mechanism.sampling.sample_rate is None else mechanism.sampling.sample_rate
+        scores += evidence(seen / 2 if replaced else seen, rate, multiplier, far, near)
+        simulated += evidence(_as_declared(random, rate, multiplier, near), rate, multiplier, far, near)
+        if multiplier > 0:
+            log.add(noisy.sums, heard.found.sums, multiplier * sensitivity, now.grid)
+        adaptive = noisy.following
+        tell(step + 1)
+    return Played(scores, inside, simulated, log.check(), reach, steps)
+
+
+class _Heard:
+    """A source that keeps what it gave."""
+
+    def __init__(self, source: GradientSource) -> None:
+        self._source = source
+        self._last: ClippedSum | None = None
+
+    def __call__(self, clipping: Clipping) -> ClippedSum:
+        self._last = self._source(clipping)
+        return self._last
+
+    @property
+    def found(self) -> ClippedSum:
+        assert self._last is not None
+        return self._last
+
+
+def _drawn(sampling: Sampling, canaries: int, records: int, generator: Generator) -> tuple[Array, Array]:
+    """(the canaries, the records) of one step's batch."""
+    if sampling.scheme == "fixed":
+        others = sampling.draw(records, generator) if records else np.empty(0, dtype=np.int64)
+        return np.arange(canaries), others
+    total = records + canaries if sampling.dataset_size is None else sampling.dataset_size
+    rows = sampling.draw(total, generator)
+    first = total - canaries
+    return rows[rows >= first] - first, rows[rows < min(first, records)]
+
+
+def evidence(seen: Array, rate: float, multiplier: float, far: float, near: float) -> Array:
+    """The log of how much likelier what was seen is if a canary is in, in one step; all in units of the sensitivity.
+
+    Without noise it counts what was seen.
+    """
+    if multiplier == 0:
+        return seen
+
+    def likelihood(at: float) -> Array:
+        missing = math.log1p(-rate) if rate < 1 else -math.inf
+        found: Array = np.logaddexp(missing, math.log(rate) + (seen * at - at * at / 2) / multiplier**2)
+        return found
+
+    return likelihood(far) - likelihood(near)
+
+
+def _as_declared(random: np.random.Generator, rate: float, multiplier: float, near: float) -> Array:
+    """What would be seen of canaries that are out."""
+    drawn = random.random(_SIMULATED) < rate
+    return drawn * near + multiplier * random.standard_normal(_SIMULATED)

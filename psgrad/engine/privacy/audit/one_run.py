@@ -1,0 +1,203 @@
+"""Lower bounds on the privacy loss of one run in which many canaries took part, each by the toss of a coin.
+
+After the run an attacker guesses the coins of some canaries and abstains from the others. How many guesses can be right is limited by the
+guarantee, so that many right ones refute it. Two such limits are here, and both hold whatever the canaries have to do with one another:
+
+- for any mechanism that is (epsilon, delta)-private: Steinke, Nasr and Jagielski, "Privacy Auditing with One (1) Training Run", 2023,
+  arXiv 2305.08846, theorem 5.2. Far from tight for Gaussian noise;
+- for any mechanism with a whole privacy profile, delta as a function of epsilon: Mahloujifar, Melis and Chaudhuri, "Auditing
+  f-Differential Privacy in One Run", 2024, arXiv 2410.22235, theorem 3.2 and its algorithm. Close to tight for many canaries.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from psgrad.errors import ConfigError
+
+Array = np.ndarray[Any, Any]
+
+# Epsilons above it are called infinite: no coin would be guessed wrong once in the age of the universe.
+_INFINITE = 500.0
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """So many guesses about the coins of `canaries` canaries, and how many of them were right."""
+
+    canaries: int
+    guesses: int
+    right: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.right <= self.guesses <= self.canaries or self.canaries < 1:
+            raise ConfigError(
+                f"an audit counts {self.right} right guesses out of {self.guesses}, about {self.canaries} canaries",
+                expected="0 <= right <= guesses <= canaries, and one canary or more",
+            )
+
+
+# The shares of all canaries that are guessed about: fixed before any score is seen, each one paid for by the union bound.
+_SHARES = (1 / 2, 1 / 8, 1 / 32, 1 / 128)
+# A handful of guesses refutes nothing at 95 %.
+_FEWEST = 6
+
+
+def strategies(canaries: int) -> list[tuple[int, int]]:
+    """[(how many "in", how many "out")]: the numbers of guesses that an attack tries, given the number of canaries alone.
+
+    "In" is guessed of the highest scores, "out" of the lowest. Where records are drawn at random, a low score says little: half of the
+    strategies guess "in" only.
+    """
+    sizes = dict.fromkeys(max(math.floor(canaries * share), 1) for share in _SHARES)
+    kept = [size for size in sizes if size >= _FEWEST] or [next(iter(sizes))]
+    return [(size, size) for size in kept] + [(size, 0) for size in kept]
+
+
+def guess(scores: Array, inside: Array, strategy: tuple[int, int]) -> Guesses:
+    """How a strategy fares. scores [m]: higher where the canary seems to be in; inside [m]: the coins. Ties go by place, blind to coins."""
+    ins, outs = strategy
+    order = np.argsort(scores, kind="stable")
+    right = int(np.count_nonzero(inside[order[len(order) - ins :]])) + int(np.count_nonzero(~inside[order[:outs]]))
+    return Guesses(len(order), ins + outs, right)
+
+
+# -- any mechanism --------------------------------------------------------------------------------------------------------------------
+
+
+def p_value(found: Guesses, epsilon: float, delta: float) -> float:
+    """An upper bound on the probability of so many right guesses, or more, about an (epsilon, delta)-private run.
+
+    That is P[B >= v] + 2 m delta max_i P[v > B >= v - i] / i, with B binomial: r guesses, each right with e^eps / (1 + e^eps)
+    (theorem 5.2 of Steinke et al.).
+    """
+    from scipy.special import expit
+    from scipy.stats import binom
+
+    if found.right == 0:
+        return 1.0
+    chance = expit(epsilon)
+    at_least = float(binom.sf(found.right - 1, found.guesses, chance))
+    if delta == 0:
+        return min(at_least, 1.0)
+    back = np.arange(1, found.right + 1)
+    just_below = binom.cdf(found.right - 1, found.guesses, chance) - binom.cdf(found.right - back - 1, found.guesses, chance)
+    return min(at_least + 2 * found.canaries * delta * float(np.max(just_below / back)), 1.0)
+
+
+def epsilon_for_any_mechanism(found: Sequence[Guesses], delta: float, level: float) -> tuple[float, Guesses | None]:
+    """(the largest epsilon that is refuted, the guesses that refute it): a lower bound, wrong with a probability of at most `level`.
+
+    `found` are the outcomes of strategies that were fixed beforehand; `level` is shared out among them. (0, None): nothing is refuted.
+    """
+    best: tuple[float, Guesses | None] = (0.0, None)
+    for guesses in found:
+        share = level / len(found)
+        if p_value(guesses, best[0], delta) > share:
+            continue
+        low, high = best[0], max(2 * best[0], 1.0)
+        while high < _INFINITE and p_value(guesses, high, delta) <= share:
+            low, high = high, 2 * high
+        for _ in range(50):
+            middle = (low + high) / 2
+            low, high = (middle, high) if p_value(guesses, middle, delta) <= share else (low, middle)
+        best = (low, guesses)
+    return best
+
+
+# -- a mechanism with a known profile -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A guarantee: (epsilons[i], deltas[i])-private for each i, epsilons >= 0, whichever of two neighbours comes first."""
+
+    epsilons: Array
+    deltas: Array
+
+    def least_error(self, success: float) -> float:
+        """The least probability, under the neighbour, of an event that has the probability `success` under a dataset.
+
+        The inverse of 1 - f for the trade-off function f that the pairs (epsilon, delta) leave room for (Dong, Roth and Su, "Gaussian
+        Differential Privacy", 2022, proposition 2.5).
+        """
+        shrunk = np.exp(-self.epsilons) * (success - self.deltas)
+        # Where almost all is success, the complement's limit is the tighter one. Large epsilons overflow towards -inf, which is right.
+        with np.errstate(over="ignore"):
+            complement = 1 - self.deltas - np.exp(self.epsilons) * (1 - success)
+        return max(0.0, float(shrunk.max()), float(complement.max()))
+
+
+def is_refuted(profile: Profile, found: Guesses, level: float) -> bool:
+    """Whether so many right guesses, or more, have a probability of less than `level` under the guarantee.
+
+    With p_i the probability of i right guesses out of r about m canaries, turning one canary's coin makes a right guess a wrong one and
+    leaves the output as it was. So the right ones' share of the outcomes with k right guesses or more, sum_{i>=k} i p_i / m, is held down
+    by the wrong ones' share of those with k - 1 or more, sum_{i>=k-1} (r - i) p_i / m. If P[right >= v] were `level`, these limits would
+    force a least mass on v - 1, v - 2, ...; refuted is what needs more than all of it.
+    """
+    m, r, v = found.canaries, found.guesses, found.right
+    if v == 0:
+        return False
+    whole = r / m
+    right, wrong = level * v / m, level * (r - v) / m
+    for i in range(v - 1, -1, -1):
+        forced = profile.least_error(right)
+        if forced <= wrong:
+            return False  # nothing more is forced, here or further down
+        right += i / (r - i) * (forced - wrong)
+        wrong = forced
+        if right + wrong > whole:
+            return True
+    return False
+
+
+# -- canaries that have nothing to do with one another --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How often a score was above a threshold: of so many canaries that were in, and of so many that were out."""
+
+    hits: int
+    inside: int
+    alarms: int
+    outside: int
+
+    def is_refuted_by(self, profile: Profile, level: float) -> bool:
+        """Whether the guarantee leaves no room for these rates, with a probability of at most `level` of saying so wrongly.
+
+        The rates are held to Clopper and Pearson's bounds, each at half the level. Assumes that canaries were drawn, and got their
+        noise, independently of one another, as a mechanism that does what it declares sees to.
+        """
+        from scipy.stats import beta
+
+        if self.hits == 0 or self.outside == 0:
+            return False
+        at_least = float(beta.ppf(level / 2, self.hits, self.inside - self.hits + 1))
+        at_most = 1.0 if self.alarms == self.outside else float(beta.ppf(1 - level / 2, self.alarms + 1, self.outside - self.alarms))
+        return profile.least_error(at_least) > at_most
+
+
+# The shares of the canaries that are out and whose scores a threshold leaves above it, if the noise is as declared.
+_TAILS = (0.3, 0.1, 0.03, 0.01, 0.003)
+# A threshold that fewer than so many canaries are expected above is no use.
+_FEWEST_ABOVE = 2.0
+
+
+def tails(canaries: int) -> list[float]:
+    """Where thresholds are put: shares of the canaries that are out, fixed by the number of canaries alone."""
+    return [tail for tail in _TAILS if tail * canaries / 2 >= _FEWEST_ABOVE] or [_TAILS[0]]
+
+
+def rates(scores: Array, inside: Array, threshold: float) -> Rates:
+    """How scores [m] of canaries with coins inside [m] fall about a threshold that was fixed without them."""
+    above = scores > threshold
+    hits, alarms = int(np.count_nonzero(above & inside)), int(np.count_nonzero(above & ~inside))
+    count = int(np.count_nonzero(inside))
+    return Rates(hits, count, alarms, len(scores) - count)

@@ -1,0 +1,235 @@
+"""Record and replay: one step on a dataset, and again on a neighbour with the very same random numbers.
+
+What then differs is the data's doing. The distance of the two sums before noise must stay within the declared sensitivity, and nothing that
+is published besides the sums may differ at all (the method of "Re:cord-play", arXiv 2602.17454, which found a dozen libraries wrong).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from psgrad.engine.privacy.adaptive import AdaptiveBound
+from psgrad.engine.privacy.clipped import ClippedSum
+from psgrad.engine.privacy.clipping import Clipping
+from psgrad.engine.privacy.generators import Generator
+from psgrad.engine.privacy.noise import Noise
+from psgrad.engine.privacy.relation import Relation
+from psgrad.engine.privacy.source import GradientSource
+from psgrad.engine.privacy.step import NoisySum, private_sum
+from psgrad.errors import PsgradError
+
+# What a distance may be above the sensitivity by rounding: a part of the sensitivity, and some last places of the sums that differ.
+RELATIVE_TOLERANCE = 1e-6
+_LAST_PLACES = 4
+
+
+class DrawsDiffer(PsgradError):
+    """The replayed step asked for other random numbers than the recorded one: the data decide how many are drawn."""
+
+
+class Tape:
+    """The random numbers of one step, in the order in which they were asked for."""
+
+    def __init__(self) -> None:
+        self._drawn: list[tuple[tuple[Any, ...], Any]] = []
+
+    def recording(self, generator: Generator) -> Generator:
+        """The generator, whose numbers are kept."""
+        return _Recording(generator, self._drawn)
+
+    def replaying(self) -> _Replaying:
+        """A generator that gives the same numbers again, and raises DrawsDiffer where other ones are asked for."""
+        return _Replaying(self._drawn)
+
+
+class _Told(Generator):
+    """A generator each of whose draws is one call of `_give(asked, draw)`."""
+
+    def __init__(self, name: str, secure: bool) -> None:
+        super().__init__()
+        self.name, self.secure = name, secure
+
+    def uint64(self, n: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
+        drawn: np.ndarray[Any, np.dtype[np.uint64]] = self._give(("uint64", n)).copy()
+        return drawn
+
+    def uniform(self, n: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+        drawn: np.ndarray[Any, np.dtype[np.float64]] = self._give(("uniform", n)).copy()
+        return drawn
+
+    def normal(self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
+        drawn: Tensor = self._give(("normal", tuple(shape), dtype, str(torch.device(device)))).clone()
+        return drawn
+
+    @abstractmethod
+    def _give(self, asked: tuple[Any, ...]) -> Any: ...
+
+    def _in_a_fork(self) -> None:
+        pass  # what is on the tape is no secret, and is repeated on purpose
+
+
+class _Recording(_Told):
+    def __init__(self, generator: Generator, drawn: list[tuple[tuple[Any, ...], Any]]) -> None:
+        super().__init__(generator.name, generator.secure)
+        self._generator, self._drawn = generator, drawn
+
+    def _give(self, asked: tuple[Any, ...]) -> Any:
+        found = getattr(self._generator, asked[0])(*asked[1:])
+        self._drawn.append((asked, found))
+        return found
+
+
+class _Replaying(_Told):
+    def __init__(self, drawn: list[tuple[tuple[Any, ...], Any]]) -> None:
+        super().__init__("tape", secure=False)
+        self._drawn, self._next = drawn, 0
+
+    def _give(self, asked: tuple[Any, ...]) -> Any:
+        recorded = self._drawn[self._next] if self._next < len(self._drawn) else (None, None)
+        if recorded[0] != asked:
+            raise DrawsDiffer(
+                f"draw {self._next + 1} of the step on the neighbour is {asked}, and was {recorded[0] or 'none'} on the dataset",
+                expected="the same random numbers, whatever the data are",
+                cause="noise that is skipped, or drawn again, depending on records",
+            )
+        self._next += 1
+        return recorded[1]
+
+    @property
+    def left(self) -> int:
+        """How many recorded draws were not asked for again."""
+        return len(self._drawn) - self._next
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What a dataset and its neighbour gave, the random numbers being the same. NOT PRIVATE where the data are real.
+
+    Attributes:
+        pair: how the neighbour differs, in words.
+        distance: between the two clipped sums, before noise; in L2. Infinite or NaN where a sum is not finite.
+        sensitivity: what it may be.
+        tolerance: by how much rounding may take it further.
+        count_distance, count_sensitivity: the same of the count that an adaptive bound follows; None without one.
+        differing: what is published besides the noisy sums and is not the same for both.
+        finite: whether all released numbers are.
+    """
+
+    pair: str
+    distance: float
+    sensitivity: float
+    tolerance: float
+    differing: tuple[str, ...]
+    finite: bool
+    count_distance: float | None = None
+    count_sensitivity: float | None = None
+
+    @property
+    def ratio(self) -> float:
+        """The measured sensitivity over the declared one, of the sums or of the count, whichever is more."""
+        ratios = [self.distance / self.sensitivity]
+        if self.count_distance is not None and self.count_sensitivity:
+            ratios.append(self.count_distance / self.count_sensitivity)
+        return math.nan if any(map(math.isnan, ratios)) else max(ratios)
+
+    @property
+    def holds(self) -> bool:
+        """Whether the sensitivity is kept to, all that is published is the same, and all that is released is finite."""
+        near = self.distance <= self.sensitivity + self.tolerance  # not so for NaN
+        counted = self.count_distance is None or self.count_sensitivity is None or self.count_distance <= self.count_sensitivity
+        return near and counted and self.finite and not self.differing
+
+
+def record_replay(
+    source: GradientSource,
+    neighbour: GradientSource,
+    clipping: Clipping,
+    noise: Noise,
+    relation: Relation,
+    generator: Generator,
+    *,
+    pair: str = "",
+    adaptive: AdaptiveBound | None = None,
+    expected_batch_size: float | None = None,
+    public: Callable[[NoisySum], Mapping[str, Any]] = lambda _: {},
+) -> Replayed:
+    """Take a private step on a drawn batch, and again on the neighbour's, with the noise frozen.
+
+    Args:
+        source, neighbour: the two batches. Draws of common records are the same by the caller's choice of them.
+        public: what would be published of a step besides its noisy sums, as name -> value. The names and shapes of the sums, the
+            sensitivity, the noise's standard deviation and the number of random draws are looked at in any case.
+
+    The other arguments are those of `private_sum`. An adaptive bound follows from a noised count, so it is the count that is measured.
+    """
+    tape = Tape()
+    replaying = tape.replaying()
+    seen: list[ClippedSum] = []
+    outcomes: list[NoisySum] = []
+    differing: list[str] = []
+    for each, numbers in ((source, tape.recording(generator)), (neighbour, replaying)):
+        heard = _heard(each, seen)
+        try:
+            outcomes.append(
+                private_sum(heard, clipping, noise, relation, numbers, adaptive=adaptive, expected_batch_size=expected_batch_size)
+            )
+        except DrawsDiffer:
+            differing.append("the random draws")
+            break
+    if len(outcomes) == 2:
+        if replaying.left:
+            differing.append("the random draws")
+        differing += _differing(*({**_shapes(outcome), **public(outcome)} for outcome in outcomes))
+    effective = clipping if adaptive is None else clipping.with_bound(adaptive.bound)
+    counts = None if adaptive is None else [adaptive.count(clipped.records.below) for clipped in seen]
+    distance, rounding = _distance(seen[0].sums, seen[1].sums, effective.grid)
+    sensitivity = effective.sensitivity(relation)
+    return Replayed(
+        pair,
+        distance,
+        sensitivity,
+        RELATIVE_TOLERANCE * sensitivity + rounding,
+        tuple(differing),
+        all(bool(torch.isfinite(value).all()) for outcome in outcomes for value in outcome.sums.values()),
+        None if counts is None else abs(counts[0] - counts[1]),
+        None if adaptive is None else adaptive.sensitivity(relation),
+    )
+
+
+def _heard(source: GradientSource, seen: list[ClippedSum]) -> GradientSource:
+    """The source, whose clipped sum is put into `seen`."""
+
+    def found(clipping: Clipping) -> ClippedSum:
+        seen.append(source(clipping))
+        return seen[-1]
+
+    return found
+
+
+def _shapes(outcome: NoisySum) -> dict[str, Any]:
+    tensors = {name: (tuple(value.shape), str(value.dtype)) for name, value in outcome.sums.items()}
+    return {"the released tensors": tensors, "the sensitivity": outcome.sensitivity, "the noise's std": outcome.noise_std}
+
+
+def _differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
+    return [name for name in {**first, **second} if name not in first or name not in second or first[name] != second[name]]
+
+
+def _distance(first: Mapping[str, Tensor], second: Mapping[str, Tensor], grid: float | None) -> tuple[float, float]:
+    """(the L2 distance of two sums, what of it rounding may account for); integers are multiples of the grid, and exact."""
+    squares, rounding = [], []
+    for name, value in first.items():
+        apart = (value.double() - second[name].double()) if grid is None else (value - second[name]).double() * grid
+        squares.append(float(torch.linalg.vector_norm(apart)) ** 2)
+        if grid is None:
+            longest = max(float(torch.linalg.vector_norm(each[name].double())) for each in (first, second))
+            rounding.append((_LAST_PLACES * torch.finfo(value.dtype).eps * longest) ** 2)
+    return math.sqrt(math.fsum(squares)), math.sqrt(math.fsum(rounding)) if rounding else 0.0
