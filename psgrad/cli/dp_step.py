@@ -39,8 +39,9 @@ def dp_step(
 ) -> None:
     """Take differentially private steps: draw a batch, clip each record's gradient, add noise, update, account.
 
-    Prints what was spent and what it protects, then the run folder: public/ is what the guarantee covers, private/ is not. docs/dp.md
-    says what is guaranteed, and what is outside it.
+    Prints what was spent and what it protects, then the run folder, of which public/ may be published.
+
+    docs/dp.md says what is guaranteed, and what is outside it.
     """
     style = "json" if as_json else "terminal"
     with boundary(debug):
