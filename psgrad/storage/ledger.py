@@ -25,6 +25,7 @@ from psgrad.storage import files
 from psgrad.storage.ledger_lines import (
     FORMAT,
     HEADER,
+    NOTE,
     RESUME,
     STEP,
     UNFINISHED,
@@ -144,13 +145,14 @@ class Ledger:
 
         Args:
             content: plain JSON values. NaN and infinities are none (ValueError, nothing is written).
+            kind: `step`, which is what epsilon is computed from, or `note`.
 
         Raises:
             LedgerError: the disk is full, the line can't be written, or the file is no longer as this process left it. What the line was to
                 pay for must not be released.
         """
-        if kind in (HEADER, RESUME):
-            raise ValueError(f"a {kind} line is written by the ledger itself")
+        if kind not in (STEP, NOTE):
+            raise ValueError(f"{kind!r} lines can't be appended: {STEP!r} and {NOTE!r} can")
         self._write(kind, _without_own_keys(content), None)
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from psgrad.errors import ConfigError, LedgerError
 
 FORMAT = 1
-HEADER, STEP, RESUME = "header", "step", "resume"
+HEADER, STEP, RESUME, NOTE = "header", "step", "resume", "note"
 UNFINISHED = b" [unfinished]\n"
 
 _BEGINNING = b'{"kind": "header", '
@@ -88,12 +88,7 @@ def _line_in(raw: bytes) -> dict[str, Any] | None:
         line = json.loads(raw)
     except ValueError:
         return None
-    whole = (
-        isinstance(line, dict)
-        and isinstance(line.get("kind"), str)
-        and isinstance(line.get("position"), int)
-        and isinstance(line.get("previous"), str | None)
-    )
+    whole = isinstance(line, dict) and line.get("kind") in (HEADER, STEP, RESUME, NOTE) and "position" in line and "previous" in line
     return line if whole else None
 
 
@@ -104,8 +99,8 @@ def torn(unfinished: bytes) -> dict[str, Any] | None:
 
 def is_torn_header(unfinished: bytes) -> bool:
     """Whether the bytes may be what a process left that was killed while it began a ledger; zeros are what a power cut leaves."""
-    start = unfinished.lstrip(b"\0")[: len(_BEGINNING)]
-    return _BEGINNING.startswith(start) or start.startswith(UNFINISHED[: len(start)])
+    tries = [tried.removesuffix(UNFINISHED[:-1]).lstrip(b"\0") for tried in unfinished.split(b"\n")]
+    return all(tried.startswith(_BEGINNING[: len(tried)]) for tried in tries)
 
 
 def has_begun(path: Path) -> bool:

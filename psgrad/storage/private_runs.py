@@ -118,6 +118,13 @@ class PrivateRunFolder(RunFolder):
         marked.attrs = {**frame.attrs, "warning": WARNING}
         self.write_table(f"{PRIVATE}/{PREFIX}{name}", marked)
 
+    def private_table(self, name: str) -> pd.DataFrame | None:
+        """What `write_private_table` wrote before; None where there is none, or it can't be read."""
+        try:
+            return pd.read_parquet(self.path / PRIVATE / f"{PREFIX}{name}")
+        except (OSError, ValueError):
+            return None
+
     def write_private_bytes(self, name: str, data: bytes | memoryview) -> None:
         """Write private/NOT_PRIVATE_{name}; a picture should have the warning (`WARNING`) in it, too."""
         self.write_bytes(f"{PRIVATE}/{PREFIX}{name}", data)
