@@ -1,6 +1,6 @@
 """The clipped sum of one chunk of records: in one pass, and again by halves, down to single records, where one of them spoils it.
 
-A norm that is finite promises a clipped gradient that is: but what it is made of may leave the range of float32 on the way, where large
+A norm that is finite promises a clipped gradient that is. But what it is made of may leave the range of float32 on the way, where large
 factors are multiplied before the weight makes them small, or huge contributions cancel. Such a record is found, and written out by itself
 in float64. If it is no number there, either, it adds nothing; nothing that it holds reaches the sum of the others.
 """
@@ -22,6 +22,9 @@ from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.discrete import round_to_grid, tightened
 
 Sums = dict[str, torch.Tensor]
+
+# Factors below it are of gradients whose squares are no numbers in float32.
+_TINY = 2.0**-60
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,7 @@ class Clipper:
     def __init__(self, clipping: Clipping, memory: float | None = None) -> None:
         self.clipping, self.memory = clipping, memory
 
+    @torch.no_grad()
     def __call__(
         self,
         loss: Callable[..., Any],
@@ -124,51 +128,50 @@ class Clipper:
     # -- all records of a chunk together -------------------------------------------------------------------------------------------
 
     def _at_once(self, loss: Any, params: Mapping[str, torch.Tensor], batch: tuple[Any, ...], options: dict[str, Any]) -> ClippedSum | None:
-        """The clipped sum by one pass; None where it is not finite."""
+        """The clipped sum by one pass; None where that may not be done."""
         if self.clipping.grid is not None:
             return self._rounded(per_sample_gradients(loss, params, *batch, **options), params)
         chosen: list[_Chosen] = []
 
         def weights(norms: SquareNorms) -> dict[str, torch.Tensor]:
-            chosen.append(_Chosen.of(self.clipping, norms.by_parameter, params))
+            chosen.append(_Chosen.of(self.clipping, norms.by_parameter, _precision(params)))
             return self.clipping.by_parameter(chosen[0].factors)
 
         found = per_sample_weighted_sum(loss, params, *batch, weights=weights, memory=self.memory, **options)
-        if not _all_finite(found.sums):
+        if not _all_finite(found.sums) or chosen[0].is_extreme():
             return None
         return ClippedSum(found.sums, chosen[0].columns(found.norms.losses))
 
-    def _rounded(self, gradients: PerSampleGradients, params: Mapping[str, torch.Tensor]) -> ClippedSum | None:
-        """Each record's clipped gradient, written out for a few of them at a time, and rounded to the grid before the sum."""
-        chosen = _Chosen.of(_on_the_grid(self.clipping, params), gradients.square_norms(per="parameter"), params)
-        factors = self.clipping.by_parameter(chosen.factors)
+    def _rounded(self, gradients: PerSampleGradients, params: Mapping[str, torch.Tensor]) -> ClippedSum:
+        """Each record's clipped gradient, written out for a few of them at a time, and rounded to the grid before the sum.
+
+        Integers promise an exact bound, so the norms are those of what is written out, in float64, and not of its factors.
+        """
+        clipping, grid = _on_the_grid(self.clipping, params), self.clipping.grid or 1.0
+        square_norms = {name: torch.zeros(len(gradients), dtype=torch.float64, device=value.device) for name, value in params.items()}
+
+        def measure(_: None, name: str, samples: slice, block: torch.Tensor) -> None:
+            square_norms[name][samples] = torch.linalg.vector_norm(block.double().flatten(1), dim=1).square()
+
+        def add(_: None, name: str, samples: slice, block: torch.Tensor) -> None:
+            sums[name] += round_to_grid(_times(block, factors[name][samples]), grid).sum(0)
+
+        gradients.reduce(measure, None)
+        chosen = _Chosen.of(clipping, square_norms, torch.float64)
+        factors = clipping.by_parameter(chosen.factors)
         sums = {name: torch.zeros(value.shape, dtype=torch.int64, device=value.device) for name, value in params.items()}
-
-        def step(finite: bool, name: str, samples: slice, block: torch.Tensor) -> bool:
-            clipped = _times(block, factors[name][samples])
-            if not finite or not _all_finite({name: clipped}):
-                return False
-            sums[name] += self._steps(clipped).sum(0)
-            return True
-
-        return ClippedSum(sums, chosen.columns(gradients.losses)) if gradients.reduce(step, True) else None
-
-    def _steps(self, clipped: torch.Tensor) -> torch.Tensor:
-        """Clipped gradients in steps of the grid, int64."""
-        assert self.clipping.grid is not None
-        return round_to_grid(clipped, self.clipping.grid)
+        gradients.reduce(add, None)
+        return ClippedSum(sums, chosen.columns(gradients.losses))
 
     # -- a record by itself ------------------------------------------------------------------------------------------------------------
 
     def _alone(self, gradients: PerSampleGradients, params: Mapping[str, torch.Tensor]) -> ClippedSum:
         """The clipped gradient of one record, written out in float64; zero if it is not finite even there."""
-        clipping = self.clipping if self.clipping.grid is None else _on_the_grid(self.clipping, params)
         values = {name: _in_float64(gradient) for name, gradient in gradients.gradients.items()}
-        chosen = _Chosen.of(clipping, {name: value.square().sum().reshape(1) for name, value in values.items()}, params)
-        factors = clipping.by_parameter(chosen.factors)
+        square_norms = {name: value.square().sum().reshape(1) for name, value in values.items()}
+        chosen = _Chosen.of(self.clipping, square_norms, _precision(params))
+        factors = self.clipping.by_parameter(chosen.factors)
         sums = {name: _times(value, factors[name])[0] for name, value in values.items()}
-        if self.clipping.grid is not None:
-            sums = {name: self._steps(value) for name, value in sums.items()}
         return ClippedSum(sums, chosen.columns(gradients.losses))
 
 
@@ -181,10 +184,14 @@ class _Chosen:
     factors: torch.Tensor
 
     @classmethod
-    def of(cls, clipping: Clipping, square_norms: Mapping[str, torch.Tensor], params: Mapping[str, torch.Tensor]) -> _Chosen:
-        precision = torch.float32 if any(accumulating_dtype(value.dtype) == torch.float32 for value in params.values()) else torch.float64
+    def of(cls, clipping: Clipping, square_norms: Mapping[str, torch.Tensor], precision: torch.dtype) -> _Chosen:
+        """precision: what the gradients are multiplied and summed in."""
         norms = clipping.group_norms(square_norms)
         return cls(clipping, norms, clipping.factors(norms, precision))
+
+    def is_extreme(self) -> bool:
+        """Whether a factor is so small that what it multiplies may leave float32's range at its lower end, and lose its digits."""
+        return bool(((self.factors > 0) & (self.factors < _TINY)).any())
 
     def columns(self, losses: torch.Tensor) -> RecordColumns:
         bounds = self.norms.new_tensor([group.bound for group in self.clipping.groups]).unsqueeze(1)
@@ -192,6 +199,11 @@ class _Chosen:
         return RecordColumns(
             torch.linalg.vector_norm(self.norms, dim=0).cpu(), losses.detach().double().cpu(), self.factors.t().cpu(), below.cpu()
         )
+
+
+def _precision(params: Mapping[str, torch.Tensor]) -> torch.dtype:
+    """The type that all sums can be told from their rounding in: float32 where any of them is in float32."""
+    return torch.float64 if all(value.dtype == torch.float64 for value in params.values()) else torch.float32
 
 
 def _on_the_grid(clipping: Clipping, params: Mapping[str, torch.Tensor]) -> Clipping:
