@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from psgrad.engine.gradients.streaming import Stream
 from psgrad.engine.objective import Objective
+from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.records import RecordBatch, RecordReader, Records, record_loss
+from psgrad.engine.privacy.source import stream_source
 from psgrad.errors import DataError
 from tests.models import ARCHITECTURES, Architecture
 
@@ -279,6 +281,43 @@ def test_augmentations_that_can_not_be_used(augment: Callable[..., Any], expecte
 
 
 # In a stream ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("combine", ["mean", "sum"])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_clipped_is_a_user(name: str, combine: str) -> None:
+    architecture = ARCHITECTURES[NAMES.index(name)]
+    model = architecture.build(dtype=torch.float64)
+    inputs, target = architecture.batch(len(USERS), dtype=torch.float64)
+    rows = rows_gradients(model, architecture.loss, inputs, target)
+    records = Records.of_units(USERS, 4)
+    reader = RecordReader(records, taking(inputs, target), combine=combine)  # type: ignore[arg-type]
+    reader.draw([4, 1, 0, 3])
+    found = stream_source(stream_of(Objective(model, architecture.loss), reader, chunk_size=3), 4)(Clipping.flat(rows, 0.3))
+
+    users = torch.stack(
+        [part.mean(0) if combine == "mean" else part.sum(0) for part in (whole(rows)[records.rows_of(r)] for r in reader.drawn)]
+    )
+    clipped = (users * (0.3 / users.norm(dim=1)).clamp(max=1)[:, None]).sum(0)
+    summed = torch.cat([found.sums[name].flatten() for name in rows])
+    assert (summed - clipped).norm() <= 1e-9 * clipped.norm()
+    torch.testing.assert_close(found.records.norms, users.norm(dim=1), rtol=1e-9, atol=0)
+
+
+def test_a_poisoned_row_takes_its_user_out_of_the_sum() -> None:
+    x, y = torch.randn(14, 6), torch.randint(4, (14,))
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    objective = Objective(model, nn.functional.cross_entropy)
+    clipping = Clipping.flat(objective.params, 0.3)
+
+    def summed(x: Tensor, drawn: list[int]) -> dict[str, Tensor]:
+        reader = RecordReader(Records.of_units(USERS), taking((x,), y))
+        reader.draw(drawn)
+        return stream_source(stream_of(objective, reader), len(drawn))(clipping).sums
+
+    poisoned = x.clone()
+    poisoned[USERS == 2] = torch.nan  # the third user to be met
+    torch.testing.assert_close(summed(poisoned, [0, 1, 2, 3, 4]), summed(x, [0, 1, 3, 4]), rtol=1e-6, atol=1e-6)
 
 
 class Summed:
