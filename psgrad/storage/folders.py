@@ -71,7 +71,8 @@ class RunFolder:
                 return
             if not path.is_dir():
                 raise OutputExistsError(f"the output {path} exists and is not a folder", next_step="choose another --output")
-            if not any(path.iterdir()):
+            # A run that was killed while it wrote its first file leaves that file's beginning.
+            if set(path.iterdir()) <= set(files.leftovers_of(path / MANIFEST)):
                 return
         except OSError as error:
             raise _unusable(path, error) from error
@@ -98,8 +99,10 @@ class RunFolder:
     def _clear(self) -> None:
         # The manifest stays until create() replaces it: a crash half-way leaves a folder that can be recognised and overwritten.
         for name in OWN_ENTRIES:
-            for entry in (self.path / name, *files.leftovers_of(self.path / name)):
-                _remove(entry)
+            _remove(self.path / name)
+        for name in (*OWN_ENTRIES, MANIFEST):
+            for leftover in files.leftovers_of(self.path / name):
+                leftover.unlink()
 
     def append_rows(self, frame: pd.DataFrame) -> None:
         """Keep these rows durably, as the next shard parts/samples-00000.parquet, ..."""

@@ -79,9 +79,10 @@ class PrivateRunFolder(RunFolder):
 
     def write_manifest(self, content: Mapping[str, Any]) -> None:
         """Write manifest.json with what may be published, and the rest of it as private/NOT_PRIVATE_manifest.json."""
-        private = {key: value for key, value in content.items() if key not in _PUBLIC_FACTS}
-        self.write_private_json(MANIFEST, private)
         super().write_manifest({key: value for key, value in content.items() if key in _PUBLIC_FACTS})
+        private = {key: value for key, value in content.items() if key not in _PUBLIC_FACTS}
+        if private:
+            self.write_private_json(MANIFEST, private)
 
     def private_manifest(self) -> dict[str, Any]:
         """What the run so far keeps private about itself, such as the data's fingerprint.
