@@ -2,5 +2,7 @@
 
 from psgrad.workflows.analysis import analyze
 from psgrad.workflows.foretelling import plan
+from psgrad.workflows.private_planning import dp_plan
+from psgrad.workflows.private_training import dp_step
 
-__all__ = ["analyze", "plan"]
+__all__ = ["analyze", "dp_plan", "dp_step", "plan"]

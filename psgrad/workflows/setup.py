@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from psgrad.config import Config
+from psgrad.engine.gradients.loading import Read
 from psgrad.engine.gradients.planning import machines
 from psgrad.engine.gradients.streaming import Stream
 from psgrad.engine.measures.predictions import summary_for
@@ -22,6 +23,8 @@ from psgrad.inputs.data import load_data
 from psgrad.inputs.losses import Criterion, check_targets, resolve_loss
 from psgrad.inputs.models import LoadedModel, load_model
 from psgrad.inputs.samples import Block, Samples
+
+Loss = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -42,16 +45,21 @@ class Setup:
     reader: CheckedReader
     first_output: Callable[[], Any]
 
-    def stream(self, say: Callable[[str], None]) -> Stream:
-        """The gradients of the dataset's rows, chunk by chunk, as the config's engine section wants them."""
+    @property
+    def randomness(self) -> str:
+        """Of what a model draws, as for vmap: a model in eval mode draws nothing."""
+        return "different" if self.model.training else "error"
+
+    def stream(self, say: Callable[[str], None], loss: Loss | None = None, read: Read | None = None) -> Stream:
+        """Gradients chunk by chunk, as the config's engine section wants them: of the dataset's rows, or of what `read` and `loss` know."""
         engine = self.config.engine
         return Stream(
-            self.objective.loss,
+            self.objective.loss if loss is None else loss,
             self.objective.params,
-            self.reader,
+            self.reader if read is None else read,
             chunk_size=engine.chunk_size,
             memory=None if engine.memory == "auto" else engine.memory,
-            randomness="different" if self.model.training else "error",
+            randomness=self.randomness,
             capture=engine.capture,
             compile=engine.compile,
             say=say,
@@ -64,18 +72,18 @@ class Setup:
         return self_check(self.objective, stream, len(self.samples), self.config.engine.verify)
 
 
-def set_up(config: Config, prepare: Callable[[nn.Module], None] = lambda _: None) -> Setup:
-    """Load all that a config names; `prepare` may freeze parameters of the model before it is looked at.
+def set_up(config: Config, *, trainable: Sequence[str] | None = None, unit: str | None = None) -> Setup:
+    """Load all that a config names. Of the parameters only those that fit a pattern in `trainable` are trained; None for those that the
+    factory left trainable. `unit` is the column of the data that says whom each row belongs to.
 
     Raises PsgradError for everything that can be wrong with the config, the model or the data.
     """
     device = pick_device(config.engine.device)
     use_machine(config, device)
     dtype, autocast = pick_precision(config.engine.dtype)
-    loaded = load_model(config.model, config.base)
-    prepare(loaded.model)
+    loaded = load_model(config.model, config.base, trainable)
     criterion = resolve_loss(config.loss, config.base)
-    samples = load_data(config.data, config.base)
+    samples = load_data(config.data, config.base, unit)
     model = loaded.model.to(device, dtype)
     summary = summary_for(criterion.kind, criterion.ignore_index)
     objective = Objective(model, criterion.function, summary, autocast=autocast)
@@ -142,6 +150,16 @@ class CheckedReader:
             check_targets(self.criterion, block.target, self.classes, first_row=start)
             if block.target is not None and block.target.dim() == 1:
                 self._note(start, stop, block.target.numpy())
+        return block
+
+    def take(self, rows: np.ndarray[Any, Any]) -> Block:
+        """These rows, in this order."""
+        block = self.samples.take(rows)
+        if not self._known and block.target is not None:
+            for place, row in enumerate(rows):  # one by one: a message names the row
+                check_targets(self.criterion, block.target[place : place + 1], self.classes, first_row=int(row))
+        elif not self._known:
+            check_targets(self.criterion, None, self.classes)
         return block
 
     def _note(self, start: int, stop: int, target: np.ndarray[Any, Any]) -> None:

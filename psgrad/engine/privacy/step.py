@@ -27,14 +27,16 @@ class NoisySum:
         sums: name -> [*shape], the noisy sum of clipped gradients. Public, once it is paid for.
         sensitivity: how far one record can move the sum without noise, in L2.
         noise_std: the noise's standard deviation in every coordinate of the sum.
-        bound: the bound for the next step, where it adapts; public too, as its count is noised.
+        clipping: what each record was clipped to.
+        following: the bound for the next step, where it adapts; public too, as its count is noised.
         records: norms, losses and clipping factors of the batch. NOT PRIVATE.
     """
 
     sums: dict[str, Tensor]
     sensitivity: float
     noise_std: float
-    bound: AdaptiveBound | None
+    clipping: Clipping
+    following: AdaptiveBound | None
     records: RecordColumns
 
 
@@ -58,9 +60,7 @@ def private_sum(
         pay: called once when the clipped sum is there and nothing of it has been seen: the place to write the ledger. If it raises,
             nothing is released.
     """
-    if adaptive is not None:
-        clipping = clipping.with_bound(adaptive.bound)
-        noise = replace(noise, multiplier=adaptive_multiplier(noise.multiplier, adaptive.count_multiplier))
+    clipping, noise = sharing_with_count(clipping, noise, adaptive)
     clipped = source(clipping)
     pay()
     sensitivity = clipping.sensitivity(relation)
@@ -70,7 +70,14 @@ def private_sum(
         if expected_batch_size is None:
             raise ValueError("an adaptive bound needs expected_batch_size, the public divisor of its count")
         following = adaptive.next(clipped.records.below, expected_batch_size, relation, generator)
-    return NoisySum(sums, sensitivity, noise.standard_deviation(sensitivity), following, clipped.records)
+    return NoisySum(sums, sensitivity, noise.standard_deviation(sensitivity), clipping, following, clipped.records)
+
+
+def sharing_with_count(clipping: Clipping, noise: Noise, adaptive: AdaptiveBound | None) -> tuple[Clipping, Noise]:
+    """Clipping and noise of a sum beside which an adaptive bound's count is released: its bound, and noise that leaves room for the count's."""
+    if adaptive is None:
+        return clipping, noise
+    return clipping.with_bound(adaptive.bound), replace(noise, multiplier=adaptive_multiplier(noise.multiplier, adaptive.count_multiplier))
 
 
 class PrivateTraining:
@@ -114,6 +121,10 @@ class PrivateTraining:
         noise = self.noise(self.taken)
         return StepEvent(noise.multiplier, self.sampling, self.relation, noise.mechanism)
 
+    def mechanism(self) -> tuple[Clipping, Noise]:
+        """What the step to come clips to, and the noise on its sum: with an adaptive bound its own bound, and what the count leaves."""
+        return sharing_with_count(self.clipping, self.noise(self.taken), self.adaptive)
+
     def step(self, pay: Callable[[StepEvent], None] = lambda _: None) -> NoisySum:
         """Draw, clip, pay, add noise, update. An empty batch is a step like any other: noise alone.
 
@@ -132,7 +143,7 @@ class PrivateTraining:
             pay=lambda: pay(event),
         )
         self.update(noisy.sums)
-        self.adaptive = noisy.bound
+        self.adaptive = noisy.following
         self.taken += 1
         return noisy
 

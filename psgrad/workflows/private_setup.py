@@ -1,0 +1,197 @@
+"""The parts of a private run, made from its config: records, clipping, noise, sampling, and the sources of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from torch import nn
+
+from psgrad.config import Config, PrivacyConfig
+from psgrad.engine.gradients.streaming import Stream
+from psgrad.engine.privacy.accounting import Events, StepEvent, noise_multiplier_for
+from psgrad.engine.privacy.adaptive import AdaptiveBound
+from psgrad.engine.privacy.clipping import Clipping, Group
+from psgrad.engine.privacy.discrete import default_grid
+from psgrad.engine.privacy.noise import Noise
+from psgrad.engine.privacy.records import RecordReader, Records
+from psgrad.engine.privacy.refusals import require_expected_batch_size, require_separate_records, require_small_delta
+from psgrad.engine.privacy.sampling import Sampling
+from psgrad.engine.privacy.schedules import Schedule
+from psgrad.engine.privacy.source import GradientSource, stream_source
+from psgrad.errors import ConfigError
+from psgrad.inputs.imports import resolve
+from psgrad.workflows.setup import Setup, set_up
+
+# So many rows are run through the model to see whether it keeps them apart.
+_ROWS_LOOKED_AT = 4
+
+
+@dataclass(frozen=True)
+class PrivateSetup:
+    """What a private run is made of, before anything was drawn.
+
+    `parameters` are those that are trained, by name. `adaptive` is where an adaptive bound starts, None for a bound that stays.
+    """
+
+    run: Setup
+    privacy: PrivacyConfig
+    records: Records
+    reader: RecordReader
+    stream: Stream
+    parameters: dict[str, nn.Parameter]
+    clipping: Clipping
+    adaptive: AdaptiveBound | None
+    sampling: Sampling
+
+    def source(self, records: np.ndarray) -> GradientSource:
+        """The clipped sum of these records, chunk by chunk. One source at a time: the next one's records take the place of this one's."""
+        self.reader.draw(records)
+        return stream_source(self.stream, len(records))
+
+    def noise(self, base: float) -> Callable[[int], Noise]:
+        """Step number 0, 1, ... to its noise, for this base of the schedule."""
+        schedule = schedule_of(self.privacy)
+        return lambda step: Noise(schedule.multiplier(base, step), self.privacy.noise.mechanism)
+
+    @property
+    def trainable(self) -> dict[str, int]:
+        """How much is trained, for people: tensors and numbers in them, of how many numbers."""
+        return {
+            "tensors": len(self.parameters),
+            "parameters": sum(parameter.numel() for parameter in self.parameters.values()),
+            "of_parameters": sum(parameter.numel() for parameter in self.run.model.parameters()),
+        }
+
+
+def require_privacy(config: Config) -> PrivacyConfig:
+    """The private section of a config. Raises ConfigError where there is none."""
+    if config.privacy is None:
+        raise ConfigError(
+            "the config has no section privacy",
+            expected="privacy: with steps, delta, expected_batch_size, sampling, clipping, noise and optimizer",
+            next_step="docs/dp.md describes the section; configs/digits-dp.yaml is an example",
+        )
+    return config.privacy
+
+
+def set_up_privately(config: Config, say: Callable[[str], None] = lambda _: None) -> PrivateSetup:
+    """Load all that the config of a private run names, and refuse what would break its guarantee.
+
+    Raises PsgradError for everything that can be wrong with the config, the model or the data.
+    """
+    privacy = require_privacy(config)
+    unit = privacy.unit
+    run = set_up(config, trainable=privacy.trainable, unit=None if unit is None else unit.column)
+    if unit is None or run.samples.units is None:
+        records = Records.of_rows(len(run.samples))
+    else:
+        records = Records.of_units(run.samples.units, unit.max_rows)
+    augmentation = privacy.augmentation
+    reader = RecordReader(
+        records,
+        run.reader.take,
+        combine="mean" if unit is None else unit.combine,
+        augment=None if augmentation is None else resolve(augmentation.function, config.base),
+        copies=1 if augmentation is None else augmentation.copies,
+        source="privacy.augmentation.function" if augmentation is None else augmentation.function,
+    )
+    parameters = {name: run.model.get_parameter(name) for name in run.objective.params}
+    clipping = clipping_of(privacy, parameters)
+    setup = PrivateSetup(
+        run=run,
+        privacy=privacy,
+        records=records,
+        reader=reader,
+        stream=run.stream(say, reader.loss_of(run.objective.loss, randomness=run.randomness), reader),
+        parameters=parameters,
+        clipping=clipping,
+        adaptive=adaptive_of(privacy, clipping),
+        sampling=sampling_of(privacy),
+    )
+    refuse(setup)
+    return setup
+
+
+def refuse(setup: PrivateSetup) -> None:
+    """Refuse what would void the guarantee, before anything is drawn. What is looked at here only ever stops a run."""
+    privacy, run = setup.privacy, setup.run
+    require_small_delta(privacy.delta, len(setup.records))
+    require_expected_batch_size(privacy.expected_batch_size, setup.sampling, len(setup.records))
+    inputs, target = run.stream(lambda _: None).load(0, min(_ROWS_LOOKED_AT, len(run.samples)))
+    require_separate_records(run.objective, inputs, target)
+
+
+# -- values of a config -----------------------------------------------------------------------------------------------------------------
+
+
+def sampling_of(privacy: PrivacyConfig) -> Sampling:
+    """How batches are drawn."""
+    return Sampling(**privacy.sampling.model_dump())
+
+
+def schedule_of(privacy: PrivacyConfig) -> Schedule:
+    """How the noise multiplier changes from step to step."""
+    return Schedule(**privacy.noise.schedule.model_dump())
+
+
+def clipping_of(privacy: PrivacyConfig, parameters: Mapping[str, nn.Parameter]) -> Clipping:
+    """What each record's gradient in these parameters is clipped to; with a grid, where the noise is discrete."""
+    wanted = privacy.clipping
+    rule = {"rule": wanted.rule, "stability": wanted.stability}
+    if isinstance(wanted.groups, dict):
+        clipping = Clipping.by_pattern(parameters, wanted.groups, **rule)
+    else:
+        assert wanted.norm is not None  # the config sees to it
+        make = {"flat": Clipping.flat, "layer": Clipping.per_layer, "parameter": Clipping.per_parameter}[wanted.groups]
+        clipping = make(parameters, wanted.norm, **rule)
+    if privacy.noise.mechanism == "gaussian":
+        return clipping
+    sizes = [(group.bound, sum(parameters[name].numel() for name in group.parameters)) for group in clipping.groups]
+    grid = privacy.noise.grid if privacy.noise.grid is not None else min(default_grid(bound, size) for bound, size in sizes)
+    return replace(clipping, grid=grid)
+
+
+def clipping_without_model(privacy: PrivacyConfig) -> Clipping:
+    """A clipping of the same sensitivity as `clipping_of`, for a plan that knows no parameters: a group for each bound."""
+    wanted = privacy.clipping
+    if isinstance(wanted.groups, dict):
+        return Clipping(tuple(Group(pattern, (pattern,), bound) for pattern, bound in wanted.groups.items()))
+    assert wanted.norm is not None  # the config sees to it
+    return Clipping.flat(["all"], wanted.norm)
+
+
+def adaptive_of(privacy: PrivacyConfig, clipping: Clipping) -> AdaptiveBound | None:
+    """Where an adaptive bound starts: at the config's norm."""
+    wanted = privacy.clipping.adaptive
+    if wanted is None:
+        return None
+    return AdaptiveBound(clipping.groups[0].bound, wanted.quantile, wanted.learning_rate, wanted.count_noise_multiplier)
+
+
+def planned_events(privacy: PrivacyConfig, base: float, start: int = 0) -> Events:
+    """The steps start, ..., steps - 1 of the plan, as an accountant sees them, for this base of the schedule."""
+    sampling = sampling_of(privacy)
+    runs = schedule_of(privacy).runs(base, privacy.steps, start)
+    return [(StepEvent(multiplier, sampling, privacy.relation, privacy.noise.mechanism), steps) for multiplier, steps in runs]
+
+
+def base_multiplier(privacy: PrivacyConfig) -> float:
+    """The base of the noise schedule: the config's multiplier, 1 for a list, or what meets the target epsilon over all planned steps."""
+    noise = privacy.noise
+    if noise.multiplier is not None:
+        return noise.multiplier
+    if noise.target_epsilon is None:
+        return 1.0  # a list has the multipliers themselves
+    return noise_multiplier_for(noise.target_epsilon, privacy.delta, lambda base: planned_events(privacy, base))
+
+
+def unit_in_words(privacy: PrivacyConfig) -> str:
+    """Who is protected, as a part of a sentence."""
+    copies = f", with {privacy.augmentation.copies} augmented copies averaged inside it" if privacy.augmentation is not None else ""
+    if privacy.unit is None:
+        return f"one row{copies}"
+    capped = f", at most {privacy.unit.max_rows} of them" if privacy.unit.max_rows is not None else ""
+    combined = {"mean": "averaged", "sum": "summed"}[privacy.unit.combine]
+    return f"all rows with one {privacy.unit.column}{capped}, {combined} inside it{copies}"

@@ -1,0 +1,153 @@
+"""What a private run says of itself in public: its ledger's lines, and step.json. Nothing here follows from the data but by noise."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import nn
+
+from psgrad.engine.privacy.accounting import Epsilon, StepEvent, epsilon_pld, epsilon_rdp, event_of, merged
+from psgrad.engine.privacy.generators import Generator
+from psgrad.engine.privacy.snapshot import tensors_of
+from psgrad.engine.privacy.step import PrivateTraining
+from psgrad.results import STEP_KEYS
+from psgrad.storage import Ledger
+from psgrad.workflows.private_setup import PrivateSetup, planned_events, schedule_of, unit_in_words
+
+_STEP_FORMAT = 1
+_LATER = "computed when a run of steps has ended"
+
+
+def software() -> dict[str, str]:
+    """The versions of what a step is computed and accounted with."""
+    return {"psgrad": version("psgrad"), "torch": torch.__version__, "dp_accounting": version("dp-accounting")}
+
+
+def ledger_header(setup: PrivateSetup, base: float) -> dict[str, Any]:
+    """What a run keeps to from its first step to its last; a resumed run must say the same."""
+    privacy, run = setup.privacy, setup.run
+    return {
+        "command": "dp-step",
+        "planned_steps": privacy.steps,
+        "delta": privacy.delta,
+        "target_epsilon": privacy.noise.target_epsilon,
+        "noise_multiplier": base,
+        "schedule": schedule_of(privacy).describe(),
+        "mechanism": privacy.noise.mechanism,
+        "generator": privacy.noise.generator,
+        "seed": privacy.noise.seed,
+        "relation": privacy.relation,
+        "unit": unit_in_words(privacy),
+        "unit_config": None if privacy.unit is None else privacy.unit.model_dump(),
+        "augmentation": None if privacy.augmentation is None else privacy.augmentation.model_dump(),
+        "sampling": setup.sampling.describe(),
+        "expected_batch_size": privacy.expected_batch_size,
+        "clipping": setup.clipping.describe(),
+        "adaptive": None if privacy.clipping.adaptive is None else privacy.clipping.adaptive.model_dump(),
+        "optimizer": privacy.optimizer.model_dump(),
+        "trainable": setup.trainable,
+        "model": {
+            "factory": run.config.model.factory,
+            "checkpoint_sha256": run.loaded.sha256,
+            "architecture_sha256": architecture_hash(run.model),
+        },
+        "loss": run.config.loss.model_dump(),
+        "dtype": run.config.engine.dtype,
+    }
+
+
+def architecture_hash(model: nn.Module) -> str:
+    """The SHA-256 of the names, types and shapes of all parameters and buffers."""
+    shapes = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors_of(model).items()}
+    return hashlib.sha256(json.dumps(shapes, sort_keys=True).encode()).hexdigest()
+
+
+class Statement:
+    """A run's words, from its config and its ledger."""
+
+    def __init__(self, setup: PrivateSetup, base: float, generator: Generator) -> None:
+        self.setup, self.base, self.generator = setup, base, generator
+        self.planned = planned_events(setup.privacy, base)
+
+    def ledger_line(self, event: StepEvent, training: PrivateTraining) -> dict[str, Any]:
+        """One step's line: all that epsilon can be computed from again, and what was done."""
+        privacy = self.setup.privacy
+        clipping, noise = training.mechanism()
+        sensitivity = clipping.sensitivity(privacy.relation)
+        line = {
+            "step": training.taken + 1,
+            **event.line(),
+            "delta": privacy.delta,
+            "unit": unit_in_words(privacy),
+            "sensitivity": sensitivity,
+            "noise_std": noise.standard_deviation(sensitivity),
+            "expected_batch_size": privacy.expected_batch_size,
+            "clipping_sha256": clipping.hash(),
+            "generator": self.generator.name,
+            "secure": self.generator.secure,
+            "versions": software(),
+        }
+        if training.adaptive is not None:
+            line["bound"] = training.adaptive.bound
+            line["sum_noise_multiplier"] = noise.multiplier
+            line["count_noise_multiplier"] = training.adaptive.count_multiplier
+        return line
+
+    def step(self, ledger: Ledger, *, final: bool, model_sha256: str | None = None) -> dict[str, Any]:
+        """The content of public/step.json, of all that the ledger has: STEP_KEYS. Without `final` the slow accountant is left out.
+
+        model_sha256: of the weights that go with it, public/model.safetensors.
+        """
+        privacy, lines = self.setup.privacy, ledger.steps
+        spent = tuple(merged((event_of(line), 1) for line in lines).items())
+        rdp = epsilon_rdp(spent, privacy.delta)
+        pld = epsilon_pld(spent, privacy.delta) if final else Epsilon(None, _LATER)
+        planned_rdp = epsilon_rdp(self.planned, privacy.delta)
+        planned_pld = pld if final and len(lines) == privacy.steps else epsilon_pld(self.planned, privacy.delta) if final else pld
+        latest = lines[-1] if lines else self._before_any_step()
+        why_not = {"epsilon_rdp": rdp.why_not, "epsilon_pld": pld.why_not}
+        step = {
+            "format": _STEP_FORMAT,
+            "versions": software(),
+            "steps": len(lines),
+            "planned_steps": privacy.steps,
+            "epsilon_rdp": rdp.value,
+            "epsilon_pld": pld.value,
+            "delta": privacy.delta,
+            "relation": privacy.relation,
+            "unit": unit_in_words(privacy),
+            "scheme": self.setup.sampling.scheme,
+            "sample_rate": self.setup.sampling.sample_rate,
+            "noise_multiplier": latest["noise_multiplier"],
+            "sensitivity": latest["sensitivity"],
+            "noise_std": latest["noise_std"],
+            "expected_batch_size": privacy.expected_batch_size,
+            "mechanism": privacy.noise.mechanism,
+            "generator": self.generator.name,
+            "insecure_deterministic": privacy.noise.seed is not None,
+            "clipping": ledger.header["clipping"],
+            "sampling": self.setup.sampling.describe(),
+            "schedule": schedule_of(privacy).describe(),
+            "optimizer": privacy.optimizer.model_dump(),
+            "trainable": self.setup.trainable,
+            "target_epsilon": privacy.noise.target_epsilon,
+            "planned_epsilon_rdp": planned_rdp.value,
+            "planned_epsilon_pld": planned_pld.value,
+            "rdp_order": rdp.order,
+            "why_not": {key: reason for key, reason in why_not.items() if reason is not None},
+            "ledger": ledger.mark(),
+            "model_sha256": model_sha256,
+        }
+        assert tuple(step) == STEP_KEYS
+        return step
+
+    def _before_any_step(self) -> dict[str, float]:
+        privacy = self.setup.privacy
+        sensitivity = self.setup.clipping.sensitivity(privacy.relation)
+        noise = self.setup.noise(self.base)(0)
+        deviation = noise.standard_deviation(sensitivity)
+        return {"noise_multiplier": noise.multiplier, "sensitivity": sensitivity, "noise_std": deviation}

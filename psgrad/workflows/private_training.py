@@ -1,0 +1,303 @@
+"""`psgrad dp-step`: private steps, each paid for in the ledger before anything of it is released."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from safetensors.torch import save
+from torch import nn
+
+from psgrad.config import Config, PrivacyConfig
+from psgrad.engine.privacy.accounting import StepEvent, epsilon_curve, epsilon_rdp, event_of, merged
+from psgrad.engine.privacy.adaptive import AdaptiveBound
+from psgrad.engine.privacy.generators import make_generator
+from psgrad.engine.privacy.optimizers import make_optimizer
+from psgrad.engine.privacy.snapshot import Snapshot, tensors_of
+from psgrad.engine.privacy.step import NoisySum, PrivateTraining
+from psgrad.errors import CheckpointError, ConfigError
+from psgrad.reports.privacy import live_words
+from psgrad.reports.privacy_plots import write_plots
+from psgrad.results import STEP_COLUMNS, DPStepResult, Progress
+from psgrad.storage import Ledger, LedgerContent, PrivateRunFolder
+from psgrad.storage.folders import PRIVATE
+from psgrad.storage.private_runs import PREFIX
+from psgrad.workflows.interruptions import held
+from psgrad.workflows.private_setup import PrivateSetup, base_multiplier, require_privacy, set_up_privately
+from psgrad.workflows.private_statement import Statement, ledger_header, software
+from psgrad.workflows.record import Clock, describe_run, recorded
+
+Say = Callable[[Progress], None]
+
+MODEL, STATEMENT = "model.safetensors", "step.json"
+_STEPS = "steps.parquet"
+# Norms of so many of the latest records are kept for their histogram.
+_NORMS = 10_000
+
+
+def dp_step(
+    config: Config,
+    *,
+    steps: int = 1,
+    resume: bool = False,
+    overwrite: bool = False,
+    insecure_deterministic: bool = False,
+    progress: Say = lambda _: None,
+) -> DPStepResult:
+    """Take private steps: the whole of `psgrad dp-step`.
+
+    Args:
+        steps: how many of the planned ones to take now.
+        resume: go on with the run in the config's output folder.
+        overwrite: replace what an earlier run left in that folder; one that has a ledger is never replaced.
+        insecure_deterministic: whether `privacy.noise.seed` may be set, which makes the noise public.
+
+    Raises PsgradError for everything that can be wrong with the config, the model, the data or the disk. Whatever happens, the ledger
+    has a line for each step of which anything was released.
+    """
+    privacy = require_privacy(config)
+    require_honest_seed(privacy, insecure_deterministic)
+    if resume:
+        folder = PrivateRunFolder.open(config.output)
+        before = Ledger.read(folder.ledger)
+    else:
+        PrivateRunFolder.require_free(config.output, overwrite)
+        before = None
+    taken = 0 if before is None else len(before.steps)
+    require_steps_left(privacy, taken, steps)
+    clock = Clock()
+    with clock("load"):
+        setup = set_up_privately(config, lambda message: progress(Progress(taken, taken + steps, "steps", message, "step")))
+        base = base_multiplier(privacy) if before is None else float(before.header["noise_multiplier"])
+        if privacy.noise.multiplier is not None:
+            base = privacy.noise.multiplier
+        header = ledger_header(setup, base)
+    with clock("self-check"):
+        check = setup.run.self_check(setup.run.stream(lambda _: None))
+    facts = describe_run("dp-step", setup.run, check)
+    optimizer = make_optimizer(privacy.optimizer.name, privacy.optimizer.kwargs, setup.parameters.values())
+    if before is None:
+        folder = PrivateRunFolder.create(config.output, overwrite)
+        snapshot = None
+    else:
+        require_same_data(folder, setup)
+        snapshot = last_snapshot(folder, before)
+        if snapshot is not None:
+            snapshot.restore(tensors_of(setup.run.model), optimizer, str(folder.checkpoint))
+    with opened_ledger(folder, before, header, snapshot) as ledger, recorded(folder, facts, clock):
+        folder.remove_leftovers()
+        training = PrivateTraining(
+            setup.parameters,
+            setup.source,
+            len(setup.records),
+            clipping=setup.clipping,
+            noise=setup.noise(base),
+            sampling=setup.sampling,
+            relation=privacy.relation,
+            expected_batch_size=privacy.expected_batch_size,
+            optimizer=optimizer,
+            generator=make_generator(privacy.noise.generator, seed=privacy.noise.seed, position=ledger.position),
+            adaptive=setup.adaptive if snapshot is None else adapted(setup, snapshot),
+            taken=taken,
+        )
+        saved = taken if snapshot is None else int(snapshot.metadata["step"])
+        run = Run(setup, base, folder, ledger, training, lost=taken - saved)
+        with clock("steps"):
+            run.take(steps, progress)
+        facts["timings"] = clock.seconds
+        with clock("accounting"):
+            return run.finish()
+
+
+def require_honest_seed(privacy: PrivacyConfig, insecure_deterministic: bool) -> None:
+    """Raises ConfigError for a seed that nobody on the command line knows of."""
+    if privacy.noise.seed is not None and not insecure_deterministic:
+        raise ConfigError(
+            "privacy.noise.seed is set, and with a seed nothing is private: who knows it can draw the noise again, and take it off",
+            expected="no seed: the noise comes from the operating system's entropy",
+            next_step="remove privacy.noise.seed; or, for a test, add --insecure-deterministic, which is written into all that comes out",
+        )
+
+
+def require_steps_left(privacy: PrivacyConfig, taken: int, steps: int) -> None:
+    """Raises ConfigError where fewer planned steps are left than asked for."""
+    if steps < 1:
+        raise ConfigError(f"{steps} steps were asked for", expected="at least 1")
+    left = privacy.steps - taken
+    if steps > left:
+        raise ConfigError(
+            f"{steps} steps were asked for, and {max(left, 0)} of the {privacy.steps} planned ones are left",
+            expected=f"at most {left} steps" if left > 0 else "a run with steps left",
+            cause="the noise was chosen for the planned number of steps, and each one spends its part",
+            next_step="plan more steps (privacy.steps) for a run of its own" + (f", or take --steps {left}" if left > 0 else ""),
+        )
+
+
+def require_same_data(folder: PrivateRunFolder, setup: PrivateSetup) -> None:
+    """Raises ConfigError where the data are not those that the run began with."""
+    was = folder.private_manifest().get("data", {}).get("fingerprint")
+    if was != setup.run.samples.fingerprint:
+        raise ConfigError(
+            f"the dataset is not the one that the run in {folder.path} began with",
+            expected="the same data: what was spent was spent on them, and on other data other steps are a run of their own",
+            cause="the file was changed, or data.path names another one",
+            next_step="put the data back, or begin a run of its own with another --output",
+        )
+
+
+def last_snapshot(folder: PrivateRunFolder, before: LedgerContent) -> Snapshot | None:
+    """The checkpoint of a run to be resumed; None where no step was taken that it could have seen."""
+    if folder.checkpoint.exists():
+        return Snapshot.from_bytes(folder.checkpoint.read_bytes(), str(folder.checkpoint))
+    if not before.steps:
+        return None
+    raise CheckpointError(
+        f"{folder.checkpoint} is gone, and {len(before.steps)} steps were taken",
+        expected="the checkpoint that the run wrote before its first step, or a later one",
+        next_step="put the file back, or begin a run of its own with another --output; the ledger says what this one spent",
+    )
+
+
+def opened_ledger(folder: PrivateRunFolder, before: LedgerContent | None, header: dict[str, Any], snapshot: Snapshot | None) -> Ledger:
+    """The ledger, new or to go on with."""
+    if before is None:
+        return Ledger.create(folder.ledger, {**header, "versions": software()})
+    note = {"checkpoint_step": 0 if snapshot is None else snapshot.metadata["step"], "versions": software()}
+    mark = None if snapshot is None else {key: snapshot.metadata[key] for key in ("ledger_position", "ledger_sha256")}
+    return Ledger.resume(folder.ledger, note, expected=header, mark=mark)
+
+
+def adapted(setup: PrivateSetup, snapshot: Snapshot) -> AdaptiveBound | None:
+    """The adaptive bound where the checkpoint left it."""
+    return None if setup.adaptive is None else replace(setup.adaptive, bound=float(snapshot.metadata["bound"]))
+
+
+class Run:
+    """Steps of one process, and what they leave: ledger lines, checkpoints, and a statement of what was spent.
+
+    Args:
+        base: the base of the noise schedule.
+        lost: steps that were paid for before, and of which no checkpoint has what came of them.
+    """
+
+    def __init__(
+        self, setup: PrivateSetup, base: float, folder: PrivateRunFolder, ledger: Ledger, training: PrivateTraining, lost: int
+    ) -> None:
+        self.setup, self.folder, self.ledger, self.training, self.lost = setup, folder, ledger, training, lost
+        self.statement = Statement(setup, base, training.generator)
+        self._spent = merged((event_of(line), 1) for line in ledger.steps)
+        self._rows: list[dict[str, Any]] = []
+        self._norms: deque[np.ndarray] = deque()
+        self._saved_at, self._saved_step = time.monotonic(), training.taken
+
+    def take(self, steps: int, progress: Say) -> None:
+        """Take so many steps, and save every now and then; also where Ctrl-C ends them early."""
+        first, delta = self.training.taken, self.setup.privacy.delta
+        if not self.folder.checkpoint.exists():
+            self.save()  # from here on there is one to go on from
+        progress(Progress(first, first + steps, "steps", unit="step"))
+        try:
+            for _ in range(steps):
+                with held():
+                    self._note(self.training.step(self.pay))
+                    if self._due():
+                        self.save()
+                spent = epsilon_rdp(self._spent.items(), delta).value
+                progress(Progress(self.training.taken, first + steps, "steps", unit="step", detail=live_words(spent, delta)))
+        except KeyboardInterrupt:
+            self.save()
+            self.folder.write_public_bytes(MODEL, model_bytes(self.setup.run.model))
+            raise
+
+    def pay(self, event: StepEvent) -> None:
+        """Write down what the step costs; nothing of it has been released."""
+        self.ledger.append(self.statement.ledger_line(event, self.training))
+        self._spent[event] = self._spent.get(event, 0) + 1
+
+    def save(self) -> None:
+        """Say what was spent, then keep where the training stands: what is released is never ahead of what is said."""
+        training = self.training
+        self.folder.write_public_json(STATEMENT, self.statement.step(self.ledger, final=False))
+        bound = None if training.adaptive is None else training.adaptive.bound
+        metadata = {"step": training.taken, "bound": bound, **self.ledger.mark()}
+        self.folder.write_checkpoint(Snapshot.take(tensors_of(self.setup.run.model), training.optimizer, metadata).to_bytes())
+        self._saved_at, self._saved_step = time.monotonic(), training.taken
+
+    def finish(self) -> DPStepResult:
+        """The last words: the final epsilon, the weights, the figures, and what is not private apart from them."""
+        self.save()
+        model = model_bytes(self.setup.run.model)
+        step = self.statement.step(self.ledger, final=True, model_sha256=hashlib.sha256(model).hexdigest())
+        self.folder.write_public_json(STATEMENT, step)
+        self.folder.write_public_bytes(MODEL, model)
+        curve, accountant = epsilon_curve(self.statement.planned, self.setup.privacy.delta)
+        groups = self.training.mechanism()[0].groups
+        result = DPStepResult(
+            step=step,
+            folder=self.folder.path,
+            curve=curve,
+            steps=pd.DataFrame(self._rows, columns=list(STEP_COLUMNS)),
+            norms=np.concatenate([*self._norms, np.empty(0)]),
+            bound=groups[0].bound if len(groups) == 1 else None,
+            curve_accountant=accountant,
+            notes=self._notes(),
+        )
+        self._write_private(result)
+        write_plots(result, self.folder.write_public_bytes, self.folder.write_private_bytes)
+        return result
+
+    def _due(self) -> bool:
+        privacy = self.setup.privacy
+        if privacy.checkpoint_steps is not None:
+            return self.training.taken - self._saved_step >= privacy.checkpoint_steps
+        return privacy.checkpoint_seconds is not None and time.monotonic() - self._saved_at >= privacy.checkpoint_seconds
+
+    def _note(self, noisy: NoisySum) -> None:
+        """What the step's batch was like: NOT PRIVATE."""
+        records = noisy.records
+        norms, losses = records.norms.numpy(), records.losses.double().numpy()
+        finite = np.isfinite(norms)
+        some = bool(finite.any())
+        self._rows.append(
+            {
+                "step": self.training.taken,
+                "batch_size": len(norms),
+                "clip_fraction": float((~records.below).double().mean()) if len(norms) else np.nan,
+                "mean_loss": float(losses[finite].mean()) if some else np.nan,
+                "median_norm": float(np.median(norms[finite])) if some else np.nan,
+                "max_norm": float(norms[finite].max()) if some else np.nan,
+                "nonfinite": int((~finite).sum()),
+                "bound": noisy.clipping.groups[0].bound if len(noisy.clipping.groups) == 1 else np.nan,
+            }
+        )
+        self._norms.append(norms)
+        while len(self._norms) > 1 and sum(map(len, self._norms)) - len(self._norms[0]) >= _NORMS:
+            self._norms.popleft()
+
+    def _write_private(self, result: DPStepResult) -> None:
+        """The table of all steps, those of earlier processes included."""
+        earlier = self.folder.path / PRIVATE / f"{PREFIX}{_STEPS}"
+        steps = result.steps if not earlier.exists() else pd.concat([pd.read_parquet(earlier), result.steps], ignore_index=True)
+        self.folder.write_private_table(_STEPS, steps)
+
+    def _notes(self) -> list[str]:
+        notes = []
+        if self.lost:
+            notes.append(
+                f"{self.lost} steps of an earlier process were paid for and lost, as it ended before it could save what came of them"
+            )
+        if not self.training.generator.secure:
+            notes.append(f"the noise comes from {self.training.generator.name}, which is not cryptographic: the ledger says so")
+        return notes
+
+
+def model_bytes(model: nn.Module) -> bytes:
+    """The whole state dict as safetensors; tensors that share memory are written once for each name."""
+    return save({name: value.detach().cpu().clone(memory_format=torch.contiguous_format) for name, value in model.state_dict().items()})

@@ -1,0 +1,466 @@
+"""`psgrad dp-step` from the command line to the run folder: what is computed, what is said, what is kept, what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import torch.nn.functional as F
+from scipy import stats
+
+from psgrad.engine.privacy.accounting import Epsilon
+from psgrad.results import STEP_COLUMNS, STEP_KEYS
+from tests.oracles import one_sample_gradients
+from tests.private_workplace import EXACT, PrivateWorkplace
+from tests.workplace import ROWS, Workplace
+
+PUBLIC = {"epsilon.png", "ledger.jsonl", "model.safetensors", "step.json"}
+PRIVATE = {
+    "NOT_PRIVATE_clip_fraction.png",
+    "NOT_PRIVATE_losses.png",
+    "NOT_PRIVATE_manifest.json",
+    "NOT_PRIVATE_norms.png",
+    "NOT_PRIVATE_steps.parquet",
+}
+
+
+@pytest.fixture
+def whole(workplace: Workplace) -> PrivateWorkplace:
+    return PrivateWorkplace(workplace)
+
+
+@pytest.fixture
+def private(whole: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWorkplace:
+    """The same without the figures and the slow accountant, which take longest."""
+    monkeypatch.setattr("psgrad.workflows.private_training.write_plots", lambda result, public, private: None)
+    monkeypatch.setattr("psgrad.workflows.private_statement.epsilon_pld", lambda events, delta: Epsilon(None, "not asked for in this test"))
+    return whole
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def clipped_sum(private: PrivateWorkplace, rows: list[int], bound: float) -> dict[str, torch.Tensor]:
+    """name -> the sum of these rows' gradients, each clipped by itself, one backward pass a row, in float64."""
+    arrays = private.workplace.arrays
+    model = private.workplace.model.double()
+    inputs, target = torch.from_numpy(arrays["x"]).double(), torch.from_numpy(arrays["y"])
+    gradients = one_sample_gradients(model, F.cross_entropy, (inputs[rows],), target[rows])
+    norms = torch.cat([g.flatten(1) for g in gradients.values()], 1).norm(dim=1)
+    factors = (bound / norms).clamp(max=1)
+    return {name: torch.einsum("n,n...->...", factors, g) for name, g in gradients.items()}
+
+
+# What is computed ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_is_that_of_the_loop_with_the_public_divisor(private: PrivateWorkplace) -> None:
+    private.privacy.update(EXACT, expected_batch_size=15)
+    private.succeeded()
+    before = {name: value.double() for name, value in private.workplace.model.state_dict().items()}
+    expected = clipped_sum(private, list(range(ROWS)), 0.5)
+    for name, after in private.weights().items():
+        torch.testing.assert_close(after, before[name] - expected[name] / 15, rtol=1e-6, atol=1e-9)  # the bound is kept from within
+
+
+def test_the_optimiser_sees_what_torch_would(private: PrivateWorkplace) -> None:
+    private.privacy.update(EXACT, optimizer={"name": "Adam", "kwargs": {"lr": 0.01, "weight_decay": 0.1}})
+    private.succeeded()
+    parameters = {name: torch.nn.Parameter(value.double().clone()) for name, value in private.workplace.model.state_dict().items()}
+    optimizer = torch.optim.Adam(parameters.values(), lr=0.01, weight_decay=0.1)
+    for name, value in clipped_sum(private, list(range(ROWS)), 0.5).items():
+        parameters[name].grad = value / 24
+    optimizer.step()
+    for name, after in private.weights().items():
+        torch.testing.assert_close(after, parameters[name].detach(), rtol=1e-6, atol=1e-8)
+
+
+def test_the_noise_on_the_weights_is_what_is_stated(private: PrivateWorkplace) -> None:
+    # Nobody is drawn (but once in 10^7): the weights move by noise alone, lr * z * C / B times a standard normal number.
+    private.privacy.update(
+        steps=1, sampling={"scheme": "poisson", "sample_rate": 1e-9}, expected_batch_size=2e-8, noise={"multiplier": 4.0}
+    )
+    private.workplace.use_model(
+        "class Model(nn.Linear):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(4, 20000)\n"
+        "        nn.init.zeros_(self.weight)\n"
+        "        nn.init.zeros_(self.bias)\n"
+    )
+    private.succeeded()
+    assert private.step()["noise_std"] == 2.0
+    moved = torch.cat([value.flatten() for value in private.weights().values()])
+    unit = (moved / (0.1 * 2.0 / 2e-8)).numpy()
+    assert stats.kstest(unit, "norm").pvalue > 1e-6
+    assert stats.kstest(unit * 1.05, "norm").pvalue < 1e-6
+    assert stats.kstest(unit / 1.05, "norm").pvalue < 1e-6
+
+
+def test_a_record_that_is_no_number_adds_nothing(private: PrivateWorkplace) -> None:
+    private.privacy.update(EXACT)
+    x = private.workplace.arrays["x"].copy()
+    x[7] = np.nan
+    clean = clipped_sum(private, [row for row in range(ROWS) if row != 7], 0.5)
+    private.workplace.save(x=x)
+    private.succeeded()
+    before = private.workplace.model.state_dict()
+    for name, after in private.weights().items():
+        torch.testing.assert_close(after, before[name].double() - clean[name] / 24, rtol=1e-6, atol=1e-9)
+    steps = pd.read_parquet(private.run_folder / "private" / "NOT_PRIVATE_steps.parquet")
+    assert steps["nonfinite"].tolist() == [1]
+
+
+def test_all_rows_of_a_user_are_one_record(private: PrivateWorkplace) -> None:
+    users = np.array([f"user-{row % 5}" for row in range(ROWS)])
+    private.workplace.save(user=users)
+    private.privacy.update(EXACT, unit={"column": "user"}, expected_batch_size=5)
+    private.succeeded()
+    assert private.step()["unit"] == "all rows with one user, averaged inside it"
+    arrays = private.workplace.arrays
+    model = private.workplace.model.double()
+    inputs, target = torch.from_numpy(arrays["x"]).double(), torch.from_numpy(arrays["y"])
+    rows = one_sample_gradients(model, F.cross_entropy, (inputs,), target)
+    expected = {name: torch.zeros_like(value[0]) for name, value in rows.items()}
+    for user in range(5):
+        mean = {name: value[user::5].mean(0) for name, value in rows.items()}
+        norm = torch.cat([value.flatten() for value in mean.values()]).norm()
+        for name, value in mean.items():
+            expected[name] += value * min(1.0, 0.5 / float(norm))
+    before = private.workplace.model.state_dict()
+    for name, after in private.weights().items():
+        torch.testing.assert_close(after, before[name].double() - expected[name] / 5, rtol=1e-6, atol=1e-9)
+
+
+def test_frozen_parameters_stay_and_get_no_noise(private: PrivateWorkplace) -> None:
+    private.privacy["trainable"] = ["2.*"]
+    private.succeeded("--steps", "3")
+    before = private.workplace.model.state_dict()
+    after = private.weights()
+    assert all(torch.equal(after[name], before[name].double()) for name in ("0.weight", "0.bias"))
+    assert all(not torch.equal(after[name], before[name].double()) for name in ("2.weight", "2.bias"))
+    assert private.step()["trainable"] == {"tensors": 2, "parameters": 18, "of_parameters": 43}
+
+
+def test_discrete_noise_leaves_weights_on_the_grid(private: PrivateWorkplace) -> None:
+    private.privacy.update(expected_batch_size=16, optimizer={"name": "SGD", "kwargs": {"lr": 1.0}})
+    private.privacy["noise"] = {"multiplier": 2.0, "mechanism": "discrete_gaussian", "grid": 2.0**-20}
+    private.succeeded()
+    before = private.workplace.model.state_dict()
+    for name, after in private.weights().items():
+        steps = (before[name].double() - after) * 16 * 2**20
+        torch.testing.assert_close(steps, steps.round(), rtol=0, atol=1e-4)  # the subtraction's own rounding
+    assert private.step()["mechanism"] == "discrete_gaussian"
+    assert private.step()["epsilon_rdp"] > 0
+
+
+def test_an_adaptive_bound_is_kept_from_step_to_step_and_over_a_resume(private: PrivateWorkplace) -> None:
+    private.privacy["clipping"] = {"norm": 1e-3, "adaptive": {"learning_rate": 1.0, "count_noise_multiplier": 2.0}}
+    private.succeeded("--steps", "2")
+    private.succeeded("--steps", "2", "--resume")
+    lines = private.ledger("step")
+    bounds = [line["bound"] for line in lines]
+    assert bounds[0] == 1e-3
+    assert len(set(bounds)) == 4
+    assert bounds[2] > bounds[0]  # all norms are above it, so that it rises, by e^(1/2) a step but for noise
+    for line in lines:
+        assert line["noise_multiplier"] == 2.0
+        assert line["sensitivity"] == line["bound"]
+        assert line["noise_std"] == pytest.approx((2.0**-2 - 4.0**-2) ** -0.5 * line["bound"])
+    assert len({line["clipping_sha256"] for line in lines}) == 4
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "Adafactor"])
+def test_a_resumed_optimiser_goes_on_as_one_that_never_stopped(private: PrivateWorkplace, name: str) -> None:
+    private.privacy.update(EXACT, optimizer={"name": name, "kwargs": {"lr": 0.01}})
+    if name == "SGD":
+        private.privacy["optimizer"]["kwargs"]["momentum"] = 0.9
+    private.succeeded("--steps", "4")
+    at_once = private.weights()
+    shutil.rmtree(private.run_folder)
+    private.succeeded("--steps", "1")
+    private.succeeded("--steps", "3", "--resume")
+    for key, value in private.weights().items():
+        assert torch.equal(value, at_once[key])
+
+
+# What is said -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_leaves_what_is_public_apart_from_what_is_not(whole: PrivateWorkplace) -> None:
+    outcome = whole.succeeded("--steps", "3")
+    assert names(whole.run_folder) == {"manifest.json", "checkpoint.safetensors", "public", "private"}
+    assert names(whole.run_folder / "public") == PUBLIC
+    assert names(whole.run_folder / "private") == PRIVATE
+    step = whole.step()
+    assert tuple(step) == STEP_KEYS
+    assert (step["steps"], step["planned_steps"]) == (3, 20)
+    assert step["epsilon_pld"] < step["epsilon_rdp"]
+    assert step["model_sha256"] is not None
+    assert "clip" not in outcome.err
+    steps = pd.read_parquet(whole.run_folder / "private" / "NOT_PRIVATE_steps.parquet")
+    assert steps.columns.tolist() == list(STEP_COLUMNS)
+    assert steps["step"].tolist() == [1, 2, 3]
+
+
+def test_epsilon_can_be_computed_from_the_ledger_by_dp_accounting_alone(whole: PrivateWorkplace) -> None:
+    import dp_accounting
+    from dp_accounting import pld, rdp
+
+    whole.privacy["noise"]["schedule"] = {"kind": "step", "every": 2, "factor": 1.5}
+    whole.succeeded("--steps", "3")
+    moments, losses = rdp.RdpAccountant(), pld.PLDAccountant()
+    for line in whole.ledger("step"):
+        event = dp_accounting.PoissonSampledDpEvent(line["sample_rate"], dp_accounting.GaussianDpEvent(line["noise_multiplier"]))
+        moments.compose(event)
+        losses.compose(event)
+    assert [line["noise_multiplier"] for line in whole.ledger("step")] == [2.0, 2.0, 3.0]
+    assert whole.step()["epsilon_rdp"] == pytest.approx(moments.get_epsilon(0.01), rel=1e-6)
+    assert whole.step()["epsilon_pld"] == pytest.approx(losses.get_epsilon(0.01), rel=1e-3)
+
+
+def test_neighbouring_datasets_have_the_same_public_values(private: PrivateWorkplace) -> None:
+    private.privacy["noise"]["seed"] = 7
+    arrays = dict(private.workplace.arrays)
+    said: list[Any] = []
+    for rows in (list(range(ROWS)), list(range(ROWS - 1)), [*range(ROWS), 3]):
+        private.workplace.save(x=arrays["x"][rows], y=arrays["y"][rows], uid=np.arange(len(rows)))
+        private.succeeded("--steps", "3", "--insecure-deterministic")
+        step = private.step()
+        del step["model_sha256"]
+        manifest = json.loads((private.run_folder / "manifest.json").read_text())
+        said.append((step, private.ledger(), manifest, names(private.run_folder / "public")))
+        shutil.rmtree(private.run_folder)
+    assert said[0] == said[1] == said[2]
+
+
+def test_no_public_file_tells_how_many_records_there_are(private: PrivateWorkplace) -> None:
+    rows = 1237  # a number that nothing else is
+    random = np.random.default_rng(0)
+    private.workplace.save(x=random.normal(size=(rows, 4)).astype(np.float32), y=random.integers(0, 3, rows), uid=np.arange(rows))
+    private.privacy.update(delta=1e-5, expected_batch_size=600)
+    outcome = private.succeeded("--steps", "2")
+    texts = [path.read_text() for path in (private.run_folder / "public").glob("*.json*")]
+    texts += [(private.run_folder / "manifest.json").read_text(), outcome.out, outcome.err]
+    assert not any("1237" in text or "1,237" in text for text in texts)
+
+
+def test_a_seed_is_told_everywhere(private: PrivateWorkplace) -> None:
+    private.privacy["noise"]["seed"] = 3
+    private.refused(2, "privacy.noise.seed is set, and with a seed nothing is private", "--insecure-deterministic")
+    outcome = private.succeeded("--insecure-deterministic")
+    assert private.step()["insecure_deterministic"]
+    assert private.step()["generator"] == "aes-256-ctr, insecure: seed 3"
+    assert private.ledger("step")[0]["secure"] is False
+    assert "seed" in outcome.out
+
+
+def test_the_fast_generator_is_told(private: PrivateWorkplace) -> None:
+    private.privacy["noise"]["generator"] = "torch"
+    outcome = private.succeeded()
+    assert private.ledger("step")[0]["generator"] == "torch"
+    assert "not cryptographic" in outcome.err
+
+
+def test_private_diagnostics_only_when_asked_for(private: PrivateWorkplace) -> None:
+    assert "median norm" not in private.succeeded().err
+    assert "median norm" in private.succeeded("--resume", "--show-private").err
+
+
+def test_no_noise_is_infinite_epsilon(private: PrivateWorkplace) -> None:
+    private.privacy["noise"] = {"multiplier": 0.0}
+    outcome = private.succeeded()
+    assert "infinite" in outcome.out or "inf" in outcome.out
+    assert private.step()["epsilon_rdp"] in (None, math.inf)
+
+
+def test_a_target_is_met_and_not_exceeded(whole: PrivateWorkplace) -> None:
+    whole.privacy["noise"] = {"target_epsilon": 1.5}
+    whole.succeeded("--steps", "20")
+    step = whole.step()
+    assert 1.49 < min(step["epsilon_pld"], step["epsilon_rdp"]) <= 1.5
+    assert step["planned_epsilon_pld"] == step["epsilon_pld"]
+
+
+# What is kept -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_counts_all_its_steps_and_draws_other_noise(private: PrivateWorkplace) -> None:
+    private.privacy["noise"]["seed"] = 7
+    private.privacy["sampling"] = {"scheme": "poisson", "sample_rate": 1.0}
+    private.privacy["expected_batch_size"] = 24
+    private.succeeded("--insecure-deterministic")
+    first = private.weights()
+    private.succeeded("--insecure-deterministic", "--resume")
+    second = private.weights()
+    before = private.workplace.model.state_dict()
+    assert private.step()["steps"] == 2
+    assert [line["kind"] for line in private.ledger()] == ["header", "step", "resume", "step"]
+    # The gradient hardly changes in a step this small; the noise, three times as large, does.
+    moves = [(first[name] - before[name].double()).flatten() for name in first], [(second[name] - first[name]).flatten() for name in first]
+    apart = torch.cat(moves[0]) - torch.cat(moves[1])
+    assert apart.std() > 0.5 * 0.1 * 2.0 * 0.5 / 24
+
+
+def test_steps_beyond_the_plan_are_refused_before_any_is_taken(private: PrivateWorkplace) -> None:
+    private.refused(2, "21 steps were asked for, and 20 of the 20 planned ones are left", options=("--steps", "21"))
+    assert not private.run_folder.exists()
+    private.succeeded("--steps", "18")
+    private.refused(2, "3 steps were asked for, and 2 of the 20 planned ones are left", "--steps 2", options=("--steps", "3", "--resume"))
+    private.succeeded("--steps", "2", "--resume")
+    private.refused(2, "0 of the 20 planned ones are left", options=("--resume",))
+    assert private.step()["steps"] == 20
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"sampling": {"scheme": "poisson", "sample_rate": 0.4}}, "sampl"),
+        ({"clipping": {"norm": 0.6}}, "clipping"),
+        ({"noise": {"multiplier": 1.0}}, "noise_multiplier"),
+        ({"expected_batch_size": 11}, "expected_batch_size"),
+        ({"delta": 0.001}, "delta"),
+        ({"steps": 30}, "planned_steps"),
+    ],
+)
+def test_a_resume_under_other_terms_is_refused(private: PrivateWorkplace, change: dict[str, Any], words: str) -> None:
+    private.succeeded()
+    before = (private.run_folder / "public" / "ledger.jsonl").read_bytes()
+    private.privacy.update(change)
+    private.refused(2, words, options=("--resume",))
+    assert (private.run_folder / "public" / "ledger.jsonl").read_bytes() == before
+
+
+def test_a_resume_on_other_data_or_another_model_is_refused(private: PrivateWorkplace) -> None:
+    private.succeeded()
+    ledger = (private.run_folder / "public" / "ledger.jsonl").read_bytes()
+    x = private.workplace.arrays["x"]
+    private.workplace.save(x=x[::-1].copy())
+    private.refused(2, "the dataset is not the one that the run in out began with", options=("--resume",))
+    private.workplace.save(x=x)
+    private.workplace.use_model("def Model():\n    return mlp(6)\n")
+    private.refused(2, "model", options=("--resume",))
+    assert (private.run_folder / "public" / "ledger.jsonl").read_bytes() == ledger
+
+
+def test_a_ledger_is_never_replaced(private: PrivateWorkplace) -> None:
+    private.succeeded()
+    private.refused(2, "holds the ledger of a private run")
+    private.refused(2, "holds the ledger of a private run", options=("--overwrite",))
+    assert private.step()["steps"] == 1
+
+
+def test_a_lost_checkpoint_is_told(private: PrivateWorkplace) -> None:
+    private.succeeded()
+    (private.run_folder / "checkpoint.safetensors").unlink()
+    private.refused(3, "checkpoint.safetensors is gone, and 1 steps were taken", options=("--resume",))
+
+
+def test_an_interrupt_waits_for_the_step_and_loses_none(private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    from psgrad.engine.privacy.step import PrivateTraining
+
+    update = PrivateTraining.update
+
+    def interrupted(self: PrivateTraining, sums: Any) -> None:
+        if self.taken == 2:
+            signal.raise_signal(signal.SIGINT)
+        update(self, sums)
+
+    monkeypatch.setattr(PrivateTraining, "update", interrupted)
+    outcome = private.dp_step("--steps", "10")
+    assert outcome.code == 130
+    assert private.step()["steps"] == 3
+    monkeypatch.setattr(PrivateTraining, "update", update)
+    resumed = private.succeeded("--steps", "1", "--resume")
+    assert private.step()["steps"] == 4
+    assert "lost" not in resumed.err
+
+
+def test_a_failed_payment_releases_nothing(private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    private.succeeded()
+    weights = private.weights()
+    checkpoint = (private.run_folder / "checkpoint.safetensors").read_bytes()
+
+    def full(descriptor: int, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    from psgrad.storage import Ledger
+
+    append = Ledger.append
+
+    def failing(self: Ledger, content: Any, kind: str = "step") -> None:
+        monkeypatch.setattr("psgrad.storage.files.write_all", full)
+        append(self, content, kind)
+
+    monkeypatch.setattr(Ledger, "append", failing)
+    private.refused(3, "the disk is full or over quota", options=("--resume",))
+    assert (private.run_folder / "checkpoint.safetensors").read_bytes() == checkpoint
+    assert all(torch.equal(value, weights[name]) for name, value in private.weights().items())
+
+
+# What is refused ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_delta_that_promises_nothing(private: PrivateWorkplace) -> None:
+    private.privacy["delta"] = 1 / 24
+    private.refused(2, "privacy.delta is 0.0416667, and the dataset has 24 records", "less than 1 / 24")
+
+
+def test_batch_statistics(private: PrivateWorkplace) -> None:
+    private.workplace.use_model("def Model():\n    return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))\n")
+    private.config["model"]["mode"] = "train"
+    private.refused(3, "BatchNorm1d", "nn.GroupNorm")
+
+
+def test_a_buffer_that_the_data_updates(private: PrivateWorkplace) -> None:
+    private.workplace.use_model(
+        "class Model(nn.Linear):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(4, 3)\n"
+        "        self.register_buffer('seen', torch.zeros(4))\n"
+        "    def forward(self, x):\n"
+        "        self.seen = self.seen + x.mean(0)\n"
+        "        return super().forward(x)\n"
+    )
+    private.refused(3, "seen", "buffer")
+
+
+def test_a_loss_that_remembers_other_records(private: PrivateWorkplace) -> None:
+    private.workplace.use_loss(
+        "import torch.nn.functional as F\nbank = []\n\n\n"
+        "def loss(output, target):\n"
+        "    bank.append(float(output.detach().sum()))\n"
+        "    return F.cross_entropy(output, target) + output.sum() * sum(bank)\n"
+    )
+    private.refused(3, "loss")
+
+
+def test_an_expected_batch_size_that_is_missing_or_off(private: PrivateWorkplace) -> None:
+    private.privacy["expected_batch_size"] = 120
+    private.refused(2, "privacy.expected_batch_size is 120, and batches will have about 12 records")
+    del private.privacy["expected_batch_size"]
+    private.refused(2, "expected_batch_size", "missing")
+
+
+def test_no_private_section(private: PrivateWorkplace) -> None:
+    del private.config["privacy"]
+    private.refused(2, "the config has no section privacy", "configs/digits-dp.yaml")
+
+
+def test_an_unknown_optimiser(private: PrivateWorkplace) -> None:
+    private.privacy["optimizer"] = {"name": "Adamw"}
+    private.refused(2, "torch.optim has no optimiser 'Adamw'; did you mean AdamW?")
+    private.privacy["optimizer"] = {"name": "SGD", "kwargs": {"learning_rate": 0.1}}
+    private.refused(2, "SGD does not take {'learning_rate': 0.1}")
+
+
+def test_nothing_to_resume(private: PrivateWorkplace) -> None:
+    private.refused(2, "there is no run to resume in out", options=("--resume",))
