@@ -1,0 +1,159 @@
+"""Epsilon by privacy loss distributions (PLD): the tightest figure there is, and the final one.
+
+Steps are composed by convolving the distributions of their losses. A few unlike ones are left to dp-accounting, so that the figure that is
+signed is what anyone's call of it gives; many unlike ones, and what is only looked at on the way, go by `losses.py` and `convolution.py`.
+Either way Fourier transforms round, and where that shows it is allowed for: the epsilon of a slightly smaller delta is taken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from psgrad.engine.privacy.accounting.convolution import convolved, epsilon_at
+from psgrad.engine.privacy.accounting.epsilon import Epsilon, assert_delta
+from psgrad.engine.privacy.accounting.events import StepEvent, merged
+from psgrad.engine.privacy.accounting.library import pld_epsilon
+from psgrad.engine.privacy.accounting.losses import SampledGaussian, step_losses
+from psgrad.engine.privacy.accounting.moments import epsilon_of, sampled_gaussian_moments
+
+# Between two losses of the grid; dp-accounting's default.
+INTERVAL = 1e-4
+# So many unlike steps are composed at this interval, by dp-accounting. More take a coarser one, which costs little where losses are wide.
+_FEW = 8
+# Intervals in the root-mean-square loss of a step. With 8 of them epsilon comes out about 0.1 percent too large, with 16 a quarter of that.
+_FINE, _COARSE = 8.0, 16.0
+_COARSEST = 1e-2
+# Points that a distribution may have, roughly.
+_POINTS = 500_000
+# More unlike multipliers than this are rounded down to so many.
+_UNLIKE = 256
+# What rounding may take off delta for each step that is composed: ten times what was measured on Gaussians, whose composition is known.
+_ROUNDING = 2e-16
+# Where that is less than this share of delta, nothing is taken off, so that the figure is to the digit that of dp-accounting.
+_UNSEEN = 1e-7
+
+
+def epsilon_pld(events: Iterable[tuple[StepEvent, int]], delta: float) -> Epsilon:
+    """Epsilon of steps by privacy loss distributions: within 0.2 percent of the truth in most runs, and never below.
+
+    Half a second for equal steps, some seconds for hundreds of unlike ones.
+
+    Raises ConfigError for a delta that is not between 0 and 1, for steps that don't compose (see `merged`), and where dp-accounting is
+    not installed.
+    """
+    return _epsilon(events, delta, coarse=False)
+
+
+def coarse_epsilon_pld(events: Iterable[tuple[StepEvent, int]], delta: float) -> Epsilon:
+    """The same on a coarser grid, a little larger, in a tenth of the time and without dp-accounting: for searches and pictures."""
+    return _epsilon(events, delta, coarse=True)
+
+
+def _epsilon(events: Iterable[tuple[StepEvent, int]], delta: float, coarse: bool) -> Epsilon:
+    assert_delta(delta)
+    counts = merged(events)
+    for event in counts:
+        if reason := why_not_pld(event):
+            return Epsilon(None, reason)
+    if not counts:
+        return Epsilon(0.0)
+    if any(event.noise_multiplier == 0 for event in counts):
+        return Epsilon(math.inf)
+    steps = sum(counts.values())
+    rounding = _ROUNDING * steps
+    if delta < 10 * rounding:
+        return Epsilon(None, f"delta is {delta:g}, and loss distributions of {steps} steps are exact to {10 * rounding:.0e} only")
+    counts, note = rounded_down(counts)
+    counts = gathered(counts)
+    coarse = coarse or len(counts) > _FEW
+    interval = interval_for(counts, coarse)
+    value = (_by_convolution if coarse else pld_epsilon)(counts, delta - rounding if rounding > _UNSEEN * delta else delta, interval)
+    return Epsilon(value, interval=interval, note=note)
+
+
+def why_not_pld(event: StepEvent) -> str | None:
+    """Why loss distributions don't cover a step; None where they do."""
+    if event.mechanism == "discrete_gaussian":
+        return "the losses of noise on the integers have no known distribution in many dimensions; its moments (RDP) are known"
+    return None
+
+
+# Which events ---------------------------------------------------------------------------------------------------------------------------
+
+
+def gathered(counts: Mapping[StepEvent, int]) -> dict[StepEvent, int]:
+    """The same steps, with all those that see every record as one: Gaussians over the whole dataset compose to one with less noise,
+    of multiplier (sum of z^-2)^(-1/2)."""
+    plain = {event: steps for event, steps in counts.items() if event.sample_rate == 1 and event.sampling.scheme != "truncated_poisson"}
+    rest = {event: steps for event, steps in counts.items() if event not in plain}
+    if plain:
+        largest = max(event.noise_multiplier for event in plain)
+        precision = math.fsum(steps * (largest / event.noise_multiplier) ** 2 for event, steps in plain.items())
+        rest[replace(next(iter(plain)), noise_multiplier=largest / math.sqrt(precision))] = 1
+    return rest
+
+
+def rounded_down(counts: Mapping[StepEvent, int]) -> tuple[dict[StepEvent, int], str | None]:
+    """The same steps with at most about _UNLIKE unlike noise multipliers, none of them larger than it was; and what was done, if anything.
+
+    Less noise has more loss, so epsilon only grows.
+    """
+    if len(counts) <= _UNLIKE:
+        return dict(counts), None
+    multipliers = [event.noise_multiplier for event in counts]
+    smallest = min(multipliers)
+    span = math.log(max(multipliers) / smallest) / _UNLIKE
+    fewer: dict[StepEvent, int] = {}
+    for event, steps in counts.items():
+        place = math.floor(math.log(event.noise_multiplier / smallest) / span) if span else 0
+        lower = replace(event, noise_multiplier=min(event.noise_multiplier, smallest * math.exp(place * span)))
+        fewer[lower] = fewer.get(lower, 0) + steps
+    return fewer, f"{len(multipliers)} noise multipliers were rounded down to {len(fewer)}, by at most {math.expm1(span):.1%}"
+
+
+# On which grid ----------------------------------------------------------------------------------------------------------------------------
+
+
+def interval_for(counts: Mapping[StepEvent, int], coarse: bool = False) -> float:
+    """The grid's interval: dp-accounting's default where that does, finer where losses are small beside it, coarser where there would be
+    too many points, or by choice where it makes little difference.
+    """
+    steps = sum(counts.values())
+    # The root-mean-square loss of one step is about q / z.
+    spread = math.sqrt(math.fsum(number * (event.sample_rate / event.noise_multiplier) ** 2 for event, number in counts.items()) / steps)
+    interval = min(INTERVAL, spread / _FINE)
+    if coarse:
+        interval = max(interval, min(spread / _COARSE, _COARSEST))
+    # The widest losses of one step are those of the least noise, and how far all together reach is about epsilon; where only loss
+    # distributions know that, the moments of plain sampling are near enough.
+    worst = min(counts, key=lambda event: event.noise_multiplier)
+    low, high = SampledGaussian(worst.pld_multiplier, worst.sample_rate, "removed").range()
+    by_rate: dict[float, StepEvent] = {}
+    for event in counts:
+        if event.sample_rate not in by_rate or event.noise_multiplier < by_rate[event.sample_rate].noise_multiplier:
+            by_rate[event.sample_rate] = event
+    numbers = {rate: sum(number for event, number in counts.items() if event.sample_rate == rate) for rate in by_rate}
+    moments = [numbers[rate] * sampled_gaussian_moments(rate, event.noise_multiplier) for rate, event in by_rate.items()]
+    reach = epsilon_of(sum(moments[1:], moments[0]), 1e-9).value or 0.0
+    return _tidy(max(interval, (high - low) / _POINTS, reach / _POINTS if math.isfinite(reach) else 0.0))
+
+
+def _tidy(interval: float) -> float:
+    """The largest of 1, 2 and 5 times a power of ten that is at most the interval, as the number that is written so."""
+    power = math.floor(math.log10(interval) + 1e-9)
+    digit = max(digit for digit in (1, 2, 5) if digit * 10.0**power <= interval * (1 + 1e-9))
+    return float(f"{digit}e{power}")
+
+
+# And together -----------------------------------------------------------------------------------------------------------------------------
+
+
+def _by_convolution(counts: Mapping[StepEvent, int], delta: float, interval: float) -> float:
+    """The larger of what removing a record and adding one cost."""
+    parts = [(step_losses(event, interval), steps) for event, steps in counts.items()]
+    directions = max(len(losses) for losses, _ in parts)
+    # Where a step has one distribution for both directions, it is part of either.
+    composed = (convolved([(losses[min(side, len(losses) - 1)], steps) for losses, steps in parts]) for side in range(directions))
+    return max(epsilon_at(losses, delta, interval) for losses in composed)

@@ -1,0 +1,65 @@
+"""Epsilon after each of many steps, for a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from psgrad.engine.privacy.accounting.composed import coarse_epsilon_pld
+from psgrad.engine.privacy.accounting.epsilon import Epsilon, assert_delta
+from psgrad.engine.privacy.accounting.events import Events, StepEvent, merged
+from psgrad.engine.privacy.accounting.moments import ORDERS, epsilon_of, step_moments, why_not_rdp
+from psgrad.errors import ConfigError
+
+
+def epsilon_curve(events: Events, delta: float, points: int | Sequence[int] = 50) -> list[tuple[int, float]]:
+    """(steps, epsilon after so many of them), by moments, or where these don't cover the steps by loss distributions on a coarse grid.
+
+    events: in the order in which they are taken. points: after how many steps, or how many evenly spaced numbers of steps, the last one
+    among them; numbers beyond the last step are left out.
+
+    Raises ConfigError as `epsilon_rdp` does, and where neither accountant covers the steps.
+    """
+    assert_delta(delta)
+    runs = [(event, steps) for event, steps in events if merged([(event, steps)])]
+    kinds = merged(runs)
+    total = sum(kinds.values())
+    chosen = np.linspace(1, total, min(points, total)).round() if isinstance(points, int) else points
+    places = sorted({int(place) for place in chosen if 1 <= place <= total})
+    if not any(why_not_rdp(event) for event in kinds):
+        return _by_moments(runs, delta, places)
+    curve = []
+    for place in places:
+        epsilon = coarse_epsilon_pld(_first(runs, place), delta)
+        curve.append((place, _known(epsilon)))
+    return curve
+
+
+def _by_moments(runs: Sequence[tuple[StepEvent, int]], delta: float, places: Sequence[int]) -> list[tuple[int, float]]:
+    curve, spent, taken, ahead = [], np.zeros(len(ORDERS)), 0, iter(runs)
+    event, left = next(ahead, (None, 0))
+    for place in places:
+        while taken < place:
+            if not left:
+                event, left = next(ahead)
+            assert event is not None
+            now = min(left, place - taken)
+            spent, taken, left = spent + now * step_moments(event), taken + now, left - now
+        curve.append((place, _known(epsilon_of(spent, delta))))
+    return curve
+
+
+def _first(runs: Sequence[tuple[StepEvent, int]], steps: int) -> list[tuple[StepEvent, int]]:
+    """The first so many steps."""
+    some = []
+    for event, number in runs:
+        some.append((event, min(number, steps)))
+        steps -= some[-1][1]
+    return some
+
+
+def _known(epsilon: Epsilon) -> float:
+    if epsilon.value is None:
+        raise ConfigError(f"there is no epsilon for these steps: {epsilon.why_not}")
+    return epsilon.value
