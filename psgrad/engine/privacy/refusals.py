@@ -135,13 +135,9 @@ class _FewRows:
 
     @contextmanager
     def _call(self, what: str) -> Iterator[Callable[[], bool]]:
-        """Runs the model and the loss as they are, with the same random numbers each time."""
+        """Runs the model and the loss as they are, with the same random numbers each time: the generators are set back afterwards."""
         device = self.inputs[0].device
         with torch.no_grad(), self.objective.precision(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.default_generator.manual_seed(0)
-            if device.type == "cuda":
-                with torch.cuda.device(device):
-                    torch.cuda.manual_seed(0)
             before = _random_state(device)
             try:
                 yield lambda: not torch.equal(before, _random_state(device))
@@ -189,21 +185,18 @@ class _FewRows:
                 )
 
     def require_no_company(self) -> None:
-        """The first and the last row's outputs are the same among others, among copies of themselves, and alone."""
+        """What becomes of the first and of the last row is the same among others, among copies of itself, and alone."""
         count = len(self)
         among_others = self.together(range(count))
         for row in dict.fromkeys((0, count - 1)):
-            alone, output, random = self.alone(row)
-            among_copies = self.together([row] * count)
-            mine = self._of_row(among_others, row, output)
-            pairs = [(mine, self._of_row(among_copies, row, output))]
+            loss, output, random = self.alone(row)
+            others = self._of_row(among_others, row, output)
+            copies = self._of_row(self.together([row] * count), row, output)
+            if others is None or copies is None:
+                continue
+            apart = self._apart(others, copies)
             if not random:  # a draw for a batch is not a draw for one
-                pairs.append((mine, output))
-            apart = max((self._apart(*pair) for pair in pairs if None not in pair), default=0.0)
-            if apart <= self._tolerance() and mine is not None and not random:
-                with self._call("a batch"):
-                    loss = self.objective.criterion(mine, None if self.target is None else self.target[row])
-                apart = self._apart(torch.as_tensor(loss), alone)
+                apart = max(apart, self._apart(others, (loss, output)))
             if apart > self._tolerance():
                 raise self._mixes(row, apart)
 
@@ -242,16 +235,23 @@ class _FewRows:
 
     # -- comparing -----------------------------------------------------------------------------------------------------------------
 
-    def _of_row(self, output: Any | None, row: int, alone: Any) -> Any | None:
-        """The row's part of a batch's output; None where it does not look like the row's output alone."""
+    def _of_row(self, output: Any | None, row: int, alone: Any) -> tuple[Tensor, Any] | None:
+        """(loss, output) of a row out of a batch; None where the batch's output does not look like several of the row's."""
         if output is None:
             return None
         mine = self._sliced(output, row)
-        shapes = [[tuple(x.shape) for x in tree_leaves(o) if isinstance(x, Tensor)] for o in (mine, alone)]
-        return mine if shapes[0] == shapes[1] else None
+        if [x.shape for x in _tensors(mine)] != [x.shape for x in _tensors(alone)]:
+            return None
+        with self._call("a batch"):
+            loss = self.objective.criterion(mine, None if self.target is None else self.target[row])
+        # What has no axis of samples (a statistic of the batch, for people to look at) matters where the loss makes use of it.
+        return torch.as_tensor(loss), tree_map(lambda x: x[row] if self._has_samples(x) else None, output)
 
     def _sliced(self, output: Any, row: int) -> Any:
-        return tree_map(lambda x: x[row] if isinstance(x, Tensor) and x.dim() and x.shape[0] == len(self) else x, output)
+        return tree_map(lambda x: x[row] if self._has_samples(x) else x, output)
+
+    def _has_samples(self, x: Any) -> bool:
+        return isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == len(self)
 
     def _tolerance(self) -> float:
         if self.objective.autocast is not None:
@@ -321,6 +321,10 @@ def _put_back(model: nn.Module) -> Iterator[_State]:
 
 def _same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
 
 
 def _random_state(device: torch.device) -> Tensor:

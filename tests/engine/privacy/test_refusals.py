@@ -267,6 +267,7 @@ def test_a_loss_with_a_memory() -> None:
     [
         (Function(lambda x: x - x.mean(0)), "middle (Function)"),
         (Function(lambda x: x.cumsum(0)), "middle (Function)"),
+        (Function(lambda x: x.flip(0).cumsum(0).flip(0)), "middle (Function)"),
         (Function(lambda x: x.flip(0)), "middle (Function)"),
         (Function(lambda x: x.softmax(0)), "middle (Function)"),
         (nn.Sequential(nn.Dropout(0.5), Function(lambda x: x - x.mean(0))), "middle.1 (Function)"),
@@ -281,20 +282,47 @@ def test_a_model_that_mixes_records(middle: nn.Module, layer: str) -> None:
     assert "next step: use layers that look at one sample, such as nn.GroupNorm" in message
 
 
-def test_a_loss_over_the_batch_that_the_model_computes() -> None:
-    class Balanced(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate = nn.Linear(6, 3)
+class Balanced(nn.Module):
+    """Says, beside its logits, how evenly the batch is spread over the classes."""
 
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            shares = self.gate(x).softmax(1)
-            return {"logits": self.gate(x), "balance": shares.mean(0).square().sum()}
+    def __init__(self, drop: float = 0.0) -> None:
+        super().__init__()
+        self.gate, self.drop = nn.Linear(6, 3), nn.Dropout(drop)
 
-    def loss(output: dict[str, Tensor], target: Tensor, share: float = 1.0) -> Tensor:
-        return F.cross_entropy(output["logits"], target) + share * output["balance"]
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        shares = self.gate(x).softmax(1)
+        return {"logits": self.drop(self.gate(x)), "balance": shares.mean(0).square().sum()}
 
-    assert "changes with the other rows of its batch" in refusal(Balanced(), loss)
+
+@pytest.mark.parametrize("drop", [0.0, 0.5])
+def test_a_loss_over_the_batch_that_the_model_computes(drop: float) -> None:
+    def balanced(output: dict[str, Tensor], target: Tensor) -> Tensor:
+        return F.cross_entropy(output["logits"], target) + output["balance"]
+
+    assert "changes with the other rows of its batch" in refusal(Balanced(drop), balanced)
+    check(Balanced(drop), lambda output, target: F.cross_entropy(output["logits"], target))  # of which the loss makes no use
+
+
+def test_a_number_for_each_row() -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(4, 6, generator=generator), torch.randn(4, generator=generator)
+
+    class Score(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            score = super().forward(x).squeeze(1)
+            return score - score.mean() * self.mixes
+
+    def constant(output: Tensor, target: Tensor) -> Tensor:
+        return 0 * output + target
+
+    for mixes in (0.0, 1.0):
+        score = Score(6, 1)
+        score.mixes = mixes
+        if not mixes:
+            require_separate_records(Objective(score, constant), (x,), y)
+            continue
+        with pytest.raises(ModelError, match="changes with the other rows of its batch"):
+            require_separate_records(Objective(score, constant), (x,), y)
 
 
 def test_what_fails_alone_is_told_and_what_takes_no_batch_passes() -> None:
