@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from psgrad.config import Config, PrivacyConfig
-from psgrad.engine.privacy.accounting import epsilon_curve, epsilon_pld, epsilon_rdp
+from psgrad.engine.privacy.accounting import curve_accountant, epsilon_curve, epsilon_pld, epsilon_rdp
 from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.step import sharing_with_count
 from psgrad.reports.privacy_plots import epsilon_by_multiplier
@@ -56,7 +56,7 @@ def dp_plan(config: Config, multipliers: Sequence[float] | None = None) -> DPPla
         "target_epsilon": privacy.noise.target_epsilon,
         "why_not": {key: reason for key, reason in why_not.items() if reason is not None},
     }
-    result = DPPlanResult(rows, setting, epsilon_curve(events, privacy.delta)[1], plot_beside(config.output))
+    result = DPPlanResult(rows, setting, curve_accountant(events), plot_beside(config.output))
     assert result.plot is not None
     RunFolder(result.plot.parent).write_bytes(result.plot.name, epsilon_by_multiplier(result).png())
     return result
@@ -73,7 +73,7 @@ def noise_plan(privacy: PrivacyConfig, base: float, *, configured: bool) -> Nois
         noise_std=noise.standard_deviation(clipping.sensitivity(privacy.relation)),
         epsilon_rdp=epsilon_rdp(events, privacy.delta).value,
         epsilon_pld=epsilon_pld(events, privacy.delta).value,
-        curve=epsilon_curve(events, privacy.delta)[0],
+        curve=epsilon_curve(events, privacy.delta),
         configured=configured,
     )
 

@@ -16,7 +16,7 @@ from safetensors.torch import save
 from torch import nn
 
 from psgrad.config import Config, PrivacyConfig
-from psgrad.engine.privacy.accounting import StepEvent, epsilon_curve, epsilon_rdp, event_of, merged
+from psgrad.engine.privacy.accounting import StepEvent, curve_accountant, epsilon_curve, epsilon_rdp, event_of, merged
 from psgrad.engine.privacy.adaptive import AdaptiveBound
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.optimizers import make_optimizer
@@ -237,7 +237,8 @@ class Run:
         step = self.statement.step(self.ledger, final=True, model_sha256=hashlib.sha256(model).hexdigest())
         self.folder.write_public_json(STATEMENT, step)
         self.folder.write_public_bytes(MODEL, model)
-        curve, accountant = epsilon_curve(self.statement.planned, self.setup.privacy.delta)
+        curve = epsilon_curve(self.statement.planned, self.setup.privacy.delta)
+        accountant = curve_accountant(self.statement.planned)
         groups = self.training.mechanism()[0].groups
         result = DPStepResult(
             step=step,

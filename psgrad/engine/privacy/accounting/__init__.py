@@ -5,7 +5,7 @@ from __future__ import annotations
 from psgrad.engine.privacy.accounting.adaptive import adaptive_multiplier
 from psgrad.engine.privacy.accounting.calibration import noise_multiplier_for
 from psgrad.engine.privacy.accounting.composed import coarse_epsilon_pld, epsilon_pld
-from psgrad.engine.privacy.accounting.curve import epsilon_curve
+from psgrad.engine.privacy.accounting.curve import curve_accountant, epsilon_curve
 from psgrad.engine.privacy.accounting.epsilon import Epsilon
 from psgrad.engine.privacy.accounting.events import Events, Mechanism, StepEvent, event_of, merged
 from psgrad.engine.privacy.accounting.moments import epsilon_rdp
@@ -17,6 +17,7 @@ __all__ = [
     "StepEvent",
     "adaptive_multiplier",
     "coarse_epsilon_pld",
+    "curve_accountant",
     "epsilon_curve",
     "epsilon_pld",
     "epsilon_rdp",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -22,18 +23,25 @@ def epsilon_curve(events: Events, delta: float, points: int | Sequence[int] = 50
     Raises ConfigError as `epsilon_rdp` does, and where neither accountant covers the steps.
     """
     assert_delta(delta)
+    if isinstance(points, int) and points < 1:
+        raise ConfigError(f"{points} points of a curve were asked for", expected="at least 1")
     runs = [(event, steps) for event, steps in events if merged([(event, steps)])]
     kinds = merged(runs)
     total = sum(kinds.values())
     chosen = np.linspace(1, total, min(points, total)).round() if isinstance(points, int) else points
     places = sorted({int(place) for place in chosen if 1 <= place <= total})
-    if not any(why_not_rdp(event) for event in kinds):
+    if curve_accountant(events) == "RDP":
         return _by_moments(runs, delta, places)
     curve = []
     for place in places:
         epsilon = coarse_epsilon_pld(_first(runs, place), delta)
         curve.append((place, _known(epsilon)))
     return curve
+
+
+def curve_accountant(events: Events) -> Literal["RDP", "PLD"]:
+    """Which accountant `epsilon_curve` asks about these steps."""
+    return "PLD" if any(why_not_rdp(event) for event in merged(events)) else "RDP"
 
 
 def _by_moments(runs: Sequence[tuple[StepEvent, int]], delta: float, places: Sequence[int]) -> list[tuple[int, float]]:
