@@ -1,0 +1,250 @@
+"""The whole game: a mechanism that is right passes, each planted mistake is found, and canaries are the records that they claim to be.
+
+All draws are seeded, so nothing here fails by chance. A level of 5 % allows a correct mechanism to be refuted in one of twenty seeds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import binom
+
+from psgrad.engine.privacy.adaptive import AdaptiveBound
+from psgrad.engine.privacy.audit import Canaries, Verdict, judge, with_canaries
+from psgrad.engine.privacy.audit.bounds import smallest_epsilon
+from psgrad.engine.privacy.audit.game import evidence
+from psgrad.engine.privacy.audit.profiles import profile_of
+from psgrad.engine.privacy.clipping import Clipping
+from psgrad.engine.privacy.discrete import default_grid
+from psgrad.engine.privacy.generators import Generator, make_generator
+from psgrad.engine.privacy.relation import Relation
+from psgrad.engine.privacy.sampling import Sampling
+from psgrad.engine.privacy.source import GradientSource, batch_source
+from psgrad.errors import ConfigError
+from tests.engine.privacy.audit.mechanisms import FLAT, PARAMETERS, Game, HalfNoise, NoNoise, Unclipped
+
+DELTA = 1e-5
+PER_PARAMETER = Clipping.per_parameter(PARAMETERS, 0.5)
+ON_A_GRID = Clipping.flat(PARAMETERS, 0.5, grid=default_grid(0.5, 9680))
+
+
+def verdict(game: Game) -> Verdict:
+    events = game.events()
+    return judge(game.play(), events, DELTA, 0.95, smallest_epsilon(profile_of(events), DELTA))
+
+
+# -- what is right passes ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "game",
+    [
+        Game(FLAT),
+        Game(FLAT, sampling=Sampling("poisson", sample_rate=0.2), steps=10),
+        Game(FLAT, sampling=Sampling("poisson", sample_rate=0.5), relation="replace_one", steps=3),
+        Game(FLAT, sampling=Sampling("fixed", batch_size=9), relation="replace_one", steps=2),
+        Game(FLAT, sampling=Sampling("fixed", batch_size=9), relation="zero_out"),
+        Game(
+            FLAT,
+            sampling=Sampling("truncated_poisson", sample_rate=0.5, max_batch_size=1100, dataset_size=2000),
+            relation="zero_out",
+            canaries=1900,
+        ),
+        Game(PER_PARAMETER),
+        Game(ON_A_GRID, mechanism="discrete_gaussian", canaries=1000),
+        Game(FLAT, adaptive=AdaptiveBound(0.5, learning_rate=0.5, count_multiplier=2.0), steps=4),
+        Game(FLAT, multiplier=4.0),
+    ],
+    ids=["plain", "poisson", "replace", "fixed", "zero out", "truncated", "groups", "grid", "adaptive", "much noise"],
+)
+def test_a_correct_mechanism_passes_and_the_bound_means_something(game: Game) -> None:
+    found, played = verdict(game), game.play()
+    assert found.declared
+    assert played.noise.alarms == []
+    accounted = smallest_epsilon(profile_of(game.events()), DELTA)
+    assert 0.1 * accounted < found.epsilon < accounted
+    assert all(bound.epsilon <= found.epsilon for bound in found.bounds)
+
+
+def test_false_alarms_are_as_rare_as_is_said() -> None:
+    """At a confidence of 80 % up to a fifth of correct runs may be refuted; more than 18 of 40 would be one chance in 10^4."""
+    games = [Game(FLAT, canaries=300, seed=seed) for seed in range(40)]
+    refuted = sum(not judge(game.play(), game.events(), DELTA, 0.8, None).declared for game in games)
+    assert refuted <= binom.isf(1e-4, len(games), 0.2)
+
+
+@pytest.mark.parametrize("relation", ["add_or_remove_one", "replace_one"])
+def test_scores_of_canaries_that_are_in_and_out_lie_a_sensitivity_apart(relation: Relation) -> None:
+    """In units of the sensitivity, whatever the relation: the log likelihood ratio of N(far, z^2) to N(near, z^2) is 1/z^2 apart."""
+    game = Game(FLAT, multiplier=2.0, relation=relation)
+    played = game.play()
+    apart = played.scores[played.inside].mean() - played.scores[~played.inside].mean()
+    assert apart == pytest.approx(1 / 4, abs=5 * 2 * 0.5 / np.sqrt(2000))
+    assert played.scores[~played.inside].std() == pytest.approx(1 / 2, rel=0.1)
+    assert played.simulated.mean() == pytest.approx(played.scores[~played.inside].mean(), abs=0.1)
+
+
+# -- what is wrong is found ---------------------------------------------------------------------------------------------------------------
+
+
+def test_half_the_noise_is_found() -> None:
+    game = Game(FLAT, noise=HalfNoise)
+    found, played = verdict(game), game.play()
+    assert not found.declared
+    assert found.epsilon > smallest_epsilon(profile_of(game.events()), DELTA)
+    rates = next(bound for bound in found.bounds if bound.method == "rates")
+    assert rates.noise is not None
+    assert 0.5 <= rates.noise < 0.7
+    assert played.noise.alarms
+    assert "spread" in played.noise.alarms
+    assert played.noise.spread == pytest.approx(0.5, abs=0.02)
+
+
+def test_half_the_noise_is_found_under_amplification() -> None:
+    game = Game(FLAT, noise=HalfNoise, sampling=Sampling("poisson", sample_rate=0.2), steps=10)
+    found, played = verdict(game), game.play()
+    assert not found.declared
+    assert "spread" in played.noise.alarms
+
+
+def test_forgotten_noise_is_found() -> None:
+    game = Game(FLAT, noise=NoNoise)
+    found, played = verdict(game), game.play()
+    assert not found.declared
+    assert found.epsilon > 30
+    assert "spread" in played.noise.alarms
+    assert played.noise.spread == 0
+
+
+def test_a_bound_that_is_not_kept_to_is_found() -> None:
+    found = verdict(Game(Unclipped.flat(PARAMETERS, 0.5)))
+    assert not found.declared
+    assert found.epsilon > 30
+
+
+class Repeating:
+    """Makes generators that all give the same numbers, as one that is seeded anew for each step does."""
+
+    def __call__(self) -> Generator:
+        return make_generator("torch", seed=7)
+
+
+class Alike(Generator):
+    """Gives each tensor the same numbers."""
+
+    name, secure = "alike", False
+
+    def uint64(self, n: int) -> np.ndarray:
+        return make_generator("torch", seed=3).uint64(n)
+
+    def normal(self, shape: object, dtype: torch.dtype = torch.float32, device: object = "cpu") -> torch.Tensor:
+        return make_generator("torch", seed=3).normal(shape, dtype)  # type: ignore[arg-type]
+
+    def _in_a_fork(self) -> None:
+        pass
+
+
+def test_noise_that_is_replayed_after_a_resume_is_found() -> None:
+    assert "alike in two steps" in Game(FLAT, generator=Repeating(), steps=2).play().noise.alarms
+
+
+def test_noise_that_is_the_same_for_two_tensors_is_found() -> None:
+    assert "alike in two tensors" in Game(FLAT, generator=Alike).play().noise.alarms
+
+
+def test_a_count_that_says_nothing_is_no_alarm() -> None:
+    """A step without noise declares none."""
+    game = Game(FLAT, multiplier=0.0)
+    played = game.play()
+    assert (played.noise.numbers, played.noise.alarms) == (0, [])
+    found = judge(played, game.events(), DELTA, 0.95, float("inf"))
+    assert found.declared
+    assert [bound.method for bound in found.bounds] == ["guesses"]
+    assert found.epsilon > 2
+
+
+# -- records go along ---------------------------------------------------------------------------------------------------------------------
+
+
+def records_source(rows: np.ndarray) -> GradientSource:
+    """Records whose gradients are large in every coordinate."""
+    draws = torch.randn(50, 1, generator=torch.Generator().manual_seed(5))[torch.from_numpy(rows)]
+
+    def loss(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return sum((x * value.cos()).sum() + (x * value).sum() for value in params.values())  # type: ignore[return-value]
+
+    return batch_source(loss, PARAMETERS, draws)
+
+
+def test_records_beside_the_canaries_do_not_hide_them() -> None:
+    """The auditor knows their sums: the scores are the same with them and without, up to rounding."""
+    game = Game(FLAT, canaries=500)
+    alone, together = game.play(), game.play(records_source, 50)
+    assert np.array_equal(alone.inside, together.inside)
+    assert together.noise.alarms == []
+    found = judge(together, game.events(), DELTA, 0.95, None)
+    assert found.declared
+    assert found.epsilon > 0.3
+
+
+def test_canaries_add_to_the_records_and_leave_the_source_alone() -> None:
+    base = records_source(np.arange(4))
+    canaries = Canaries.plant(PARAMETERS, FLAT, 30, np.random.default_rng(0))
+    plain, mixed = base(FLAT), with_canaries(base, canaries, np.array([3, 7]))(FLAT)
+    alone = with_canaries(None, canaries, np.array([3, 7]))(FLAT)
+    for name, value in mixed.sums.items():
+        assert torch.allclose(value, plain.sums[name] + alone.sums[name], atol=1e-6)
+    assert len(mixed.records.norms) == 6
+    assert mixed.records.below.tolist() == [False] * 6
+
+
+# -- canaries -----------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "clipping", [FLAT, PER_PARAMETER, ON_A_GRID, replace(FLAT, rule="automatic")], ids=["flat", "groups", "grid", "auto"]
+)
+def test_a_canary_has_the_norm_of_the_worst_record(clipping: Clipping) -> None:
+    canaries = Canaries.plant(PARAMETERS, clipping, 60, np.random.default_rng(1))
+    assert canaries.reach(clipping) == 1.0
+    sums = with_canaries(None, canaries, np.array([11]))(clipping).sums
+    unit = 1.0 if clipping.grid is None else clipping.grid
+    norm = torch.cat([value.double().flatten() for value in sums.values()]).norm() * unit
+    assert 0.5 * (1 - 3e-5) < norm <= 0.5
+    assert sum(int(value.count_nonzero()) for value in sums.values()) == len(clipping.groups)
+
+
+def test_each_canary_is_read_by_itself() -> None:
+    canaries = Canaries.plant(PARAMETERS, PER_PARAMETER, 70, np.random.default_rng(2))
+    drawn = np.array([0, 5, 69])
+    sums = with_canaries(None, canaries, drawn, np.array([1.0, 1.0, -1.0]))(PER_PARAMETER).sums
+    expected = np.zeros(70)
+    expected[drawn] = [1, 1, -1]
+    assert canaries.read(sums, PER_PARAMETER) == pytest.approx(expected, abs=1e-5)
+
+
+def test_groups_that_are_too_small_stay_without_spikes() -> None:
+    canaries = Canaries.plant(PARAMETERS, PER_PARAMETER, 81, np.random.default_rng(3))
+    assert canaries.reach(PER_PARAMETER) == pytest.approx(np.sqrt(2 / 3))
+    sums = with_canaries(None, canaries, np.array([4]))(PER_PARAMETER).sums
+    assert not sums["first.bias"].any()
+    assert canaries.read(sums, PER_PARAMETER)[4] == pytest.approx(np.sqrt(2 / 3), rel=1e-5)
+
+
+@pytest.mark.parametrize(("count", "words"), [(0, "an audit with 0 canaries"), (20_000, "at most 9680 canaries")])
+def test_numbers_of_canaries_that_can_not_be_are_refused(count: int, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Canaries.plant(PARAMETERS, FLAT, count, np.random.default_rng(0))
+
+
+@pytest.mark.parametrize("rate", [0.1, 1.0])
+def test_evidence_is_the_log_likelihood_ratio(rate: float) -> None:
+    from scipy.stats import norm
+
+    seen = np.linspace(-6, 6, 13)
+    there = (1 - rate) * norm.pdf(seen, 0, 1.5) + rate * norm.pdf(seen, 0.5, 1.5)
+    away = (1 - rate) * norm.pdf(seen, 0, 1.5) + rate * norm.pdf(seen, -0.5, 1.5)
+    assert evidence(seen, rate, 1.5, 0.5, -0.5) == pytest.approx(np.log(there / away), rel=1e-9, abs=1e-12)

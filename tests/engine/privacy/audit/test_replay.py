@@ -1,0 +1,253 @@
+"""One step on a dataset and on a neighbour with the same random numbers: what may differ, and mistakes that make more differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from psgrad.engine.privacy.adaptive import AdaptiveBound
+from psgrad.engine.privacy.audit import DrawsDiffer, Replayed, Tape, record_replay
+from psgrad.engine.privacy.clipping import Clipping
+from psgrad.engine.privacy.discrete import default_grid
+from psgrad.engine.privacy.generators import Generator, make_generator
+from psgrad.engine.privacy.noise import Noise
+from psgrad.engine.privacy.records import record_loss
+from psgrad.engine.privacy.relation import Relation
+from psgrad.engine.privacy.source import ClippedSum, GradientSource, batch_source
+from tests.engine.privacy.audit.mechanisms import HalfNoise, Unclipped
+
+FEATURES, CLASSES, RECORDS = 6, 3, 12
+NOISE = Noise(1.3)
+
+
+def parameters(dtype: torch.dtype) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    shapes = {"inner.weight": (5, FEATURES), "inner.bias": (5,), "head.weight": (CLASSES, 5), "head.bias": (CLASSES,)}
+    return {name: torch.randn(shape, dtype=dtype) for name, shape in shapes.items()}
+
+
+def loss(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+    hidden = F.linear(x, params["inner.weight"], params["inner.bias"]).relu()
+    return F.cross_entropy(F.linear(hidden, params["head.weight"], params["head.bias"]), y)
+
+
+def batch(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return 3 * torch.randn(RECORDS, FEATURES, dtype=dtype), torch.randint(CLASSES, (RECORDS,))
+
+
+def with_another(x: Tensor, y: Tensor, value: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """One record more, whose inputs are the first one's, changed."""
+    return torch.cat([x, value(x[:1])]), torch.cat([y, y[:1]])
+
+
+CHANGES: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "added": lambda x, y: with_another(x, y, lambda one: -5 * one),
+    "removed": lambda x, y: (x[1:], y[1:]),
+    "NaN": lambda x, y: with_another(x, y, lambda one: one * math.nan),
+    "infinite": lambda x, y: with_another(x, y, lambda one: one * math.inf),
+    "huge": lambda x, y: with_another(x, y, lambda one: one * 1e30),
+}
+REPLACEMENTS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "another": lambda x, y: (torch.cat([-7 * x[:1], x[1:]]), torch.cat([(y[:1] + 1) % CLASSES, y[1:]])),
+    "NaN": lambda x, y: (torch.cat([x[:1] * math.nan, x[1:]]), y),
+    "huge": lambda x, y: (torch.cat([x[:1] * 1e30, x[1:]]), y),
+}
+CLIPPINGS: dict[str, Callable[[dict[str, Tensor]], Clipping]] = {
+    "flat": lambda params: Clipping.flat(params, 0.3),
+    "layer": lambda params: Clipping.per_layer(params, 0.3),
+    "automatic": lambda params: Clipping.flat(params, 0.3, rule="automatic"),
+    "grid": lambda params: Clipping.flat(params, 0.3, grid=default_grid(0.3, 100)),
+}
+
+
+def replayed(
+    change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    clipping: Callable[[dict[str, Tensor]], Clipping],
+    relation: Relation,
+    dtype: torch.dtype = torch.float64,
+    empty: bool = False,
+    **options: Any,
+) -> Replayed:
+    params, (x, y) = parameters(dtype), batch(dtype)
+    if empty:
+        x, y = x[:0], y[:0]
+    made = clipping(params)
+    noise = options.pop("noise", None) or (NOISE if made.grid is None else replace(NOISE, mechanism="discrete_gaussian"))
+    first, second = batch_source(loss, params, x, y), batch_source(loss, params, *change(x, y))
+    return record_replay(first, second, made, noise, relation, make_generator("aes"), pair="a pair", **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("clipping", CLIPPINGS.values(), ids=CLIPPINGS)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_record_more_or_less_keeps_to_the_sensitivity(change: Any, clipping: Any, dtype: torch.dtype) -> None:
+    found = replayed(change, clipping, "add_or_remove_one", dtype)
+    assert found.holds
+    assert found.differing == ()
+    assert found.ratio <= 1 + 1e-5
+
+
+@pytest.mark.parametrize("clipping", CLIPPINGS.values(), ids=CLIPPINGS)
+@pytest.mark.parametrize("change", REPLACEMENTS.values(), ids=REPLACEMENTS)
+def test_another_record_in_its_place_keeps_to_twice_the_bound(change: Any, clipping: Any) -> None:
+    found = replayed(change, clipping, "replace_one")
+    assert found.holds
+    assert found.sensitivity == pytest.approx(0.6)
+
+
+def test_the_measured_sensitivity_is_the_distance() -> None:
+    """A record that is longer than the bound: all of it; one that is not finite, nothing; one in another's place, more than a bound."""
+    assert replayed(CHANGES["removed"], CLIPPINGS["flat"], "add_or_remove_one").ratio == pytest.approx(1, abs=1e-6)
+    assert replayed(CHANGES["NaN"], CLIPPINGS["flat"], "add_or_remove_one").ratio == 0
+    assert replayed(REPLACEMENTS["another"], CLIPPINGS["flat"], "replace_one").ratio > 0.5
+
+
+def test_an_empty_batch_is_a_step_like_any_other() -> None:
+    def two_of_one(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return batch(torch.float64)[0][:1], batch(torch.float64)[1][:1]
+
+    found = replayed(two_of_one, CLIPPINGS["flat"], "add_or_remove_one", empty=True)
+    assert found.holds
+    assert found.ratio == pytest.approx(1, abs=1e-6)
+
+
+def test_a_record_of_several_rows_counts_once() -> None:
+    """A user of three rows is removed, and with them no more than one bound; row by row it would be up to three."""
+    params, (x, y) = parameters(torch.float64), batch(torch.float64)
+    users, targets, weights = x.reshape(4, 3, FEATURES), y.reshape(4, 3), torch.ones(4, 3, dtype=torch.float64)
+    of_one = record_loss(lambda params, inputs, target: loss(params, inputs[0], target), has_aux=False)
+
+    def of_user(params: dict[str, Tensor], rows: Tensor, target: Tensor, each: Tensor) -> Tensor:
+        return of_one(params, (rows, each), target)  # type: ignore[no-any-return]
+
+    clipping = Clipping.flat(params, 0.3)
+    sources = [batch_source(of_user, params, users[start:], targets[start:], weights[start:]) for start in (0, 1)]
+    assert record_replay(*sources, clipping, NOISE, "add_or_remove_one", make_generator("aes")).holds
+    rows = [batch_source(loss, params, x[start:], y[start:]) for start in (0, 3)]
+    assert not record_replay(*rows, clipping, NOISE, "add_or_remove_one", make_generator("aes")).holds
+
+
+@pytest.mark.parametrize("change", [*CHANGES.values()], ids=[*CHANGES])
+def test_the_count_of_an_adaptive_bound_keeps_to_its_own(change: Any) -> None:
+    adaptive = AdaptiveBound(0.3, count_multiplier=3.0)
+    found = replayed(change, CLIPPINGS["flat"], "add_or_remove_one", adaptive=adaptive, expected_batch_size=10.0)
+    assert found.holds
+    assert (found.count_distance, found.count_sensitivity) == (0.5, 0.5)
+
+
+# -- mistakes ---------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_bound_that_is_not_kept_to_is_found() -> None:
+    found = replayed(CHANGES["removed"], lambda params: Unclipped.flat(params, 0.3), "add_or_remove_one")
+    assert not found.holds
+    assert found.ratio > 2
+
+
+def test_a_replaced_record_under_the_sensitivity_of_a_removed_one_is_found() -> None:
+    def opposite(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return REPLACEMENTS["another"](x, y)
+
+    assert not replayed(opposite, CLIPPINGS["flat"], "add_or_remove_one").holds
+
+
+def test_a_sum_that_a_record_makes_infinite_is_found() -> None:
+    def poisoned(clipping: Clipping) -> ClippedSum:
+        found = plain(clipping)
+        return replace(found, sums={name: value * math.nan for name, value in found.sums.items()})
+
+    params, data = parameters(torch.float64), batch(torch.float64)
+    plain: GradientSource = batch_source(loss, params, *data)
+    found = record_replay(plain, poisoned, Clipping.flat(params, 0.3), NOISE, "add_or_remove_one", make_generator("aes"))
+    assert not found.finite
+    assert not found.holds
+    assert math.isnan(found.ratio)
+
+
+def test_public_values_that_the_data_decide_are_found() -> None:
+    """A divisor that is the size of the batch, as is common."""
+    found = replayed(
+        CHANGES["removed"],
+        CLIPPINGS["flat"],
+        "add_or_remove_one",
+        public=lambda noisy: {"the divisor": len(noisy.records.norms), "the std": noisy.noise_std},
+    )
+    assert found.differing == ("the divisor",)
+    assert not found.holds
+    assert found.ratio <= 1 + 1e-5
+
+
+class SkipsEmpty(Noise):
+    """Draws no noise for sums of zero, as a step does that skips an empty batch."""
+
+    def add(self, sums: Any, clipping: Any, relation: Any, generator: Any) -> dict[str, Tensor]:
+        return dict(sums) if not any(value.any() for value in sums.values()) else super().add(sums, clipping, relation, generator)
+
+
+@pytest.mark.parametrize("empty_first", [False, True])
+def test_draws_that_the_data_decide_are_found(empty_first: bool) -> None:
+    params, (x, y) = parameters(torch.float64), batch(torch.float64)
+    sources = [batch_source(loss, params, x[:count], y[:count]) for count in ((0, 1) if empty_first else (1, 0))]
+    found = record_replay(*sources, Clipping.flat(params, 0.3), SkipsEmpty(1.3), "add_or_remove_one", make_generator("aes"))
+    assert "the random draws" in found.differing
+    assert not found.holds
+
+
+def test_half_the_noise_is_not_for_this_check_to_find() -> None:
+    """Frozen noise says nothing of its size: the game of canaries does."""
+    assert replayed(CHANGES["removed"], CLIPPINGS["flat"], "add_or_remove_one", noise=HalfNoise(1.3)).holds
+
+
+# -- the tape ---------------------------------------------------------------------------------------------------------------------------
+
+
+def numbers_of(generator: Generator) -> list[Any]:
+    return [
+        generator.normal((2, 3)).tolist(),
+        generator.uint64(4).tolist(),
+        generator.uniform(2).tolist(),
+        generator.normal([3], dtype=torch.float64).tolist(),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["aes", "torch"])
+def test_a_tape_gives_the_numbers_again(kind: Any) -> None:
+    tape = Tape()
+    first = numbers_of(tape.recording(make_generator(kind)))
+    for _ in range(2):
+        replaying = tape.replaying()
+        assert numbers_of(replaying) == first
+        assert replaying.left == 0
+
+
+def test_what_a_step_does_to_its_numbers_does_not_reach_the_tape() -> None:
+    tape = Tape()
+    drawn = tape.recording(make_generator("aes")).normal((5,))
+    kept = drawn.clone()
+    drawn.zero_()
+    assert torch.equal(tape.replaying().normal((5,)), kept)
+
+
+def test_other_draws_than_the_recorded_ones_are_refused() -> None:
+    tape = Tape()
+    tape.recording(make_generator("aes")).uint64(3)
+    with pytest.raises(DrawsDiffer, match=r"draw 1 of the step on the neighbour is \('uint64', 4\)"):
+        tape.replaying().uint64(4)
+    replaying = tape.replaying()
+    replaying.uint64(3)
+    with pytest.raises(DrawsDiffer, match="was none on the dataset"):
+        replaying.uniform(1)
+
+
+def test_seeded_numbers_are_the_generators_own() -> None:
+    plain, recorded = make_generator("aes", seed=1), Tape().recording(make_generator("aes", seed=1))
+    assert np.array_equal(plain.uint64(8), recorded.uint64(8))
