@@ -282,6 +282,12 @@ def test_a_model_that_mixes_records(middle: nn.Module, layer: str) -> None:
     assert "next step: use layers that look at one sample, such as nn.GroupNorm" in message
 
 
+def test_a_model_that_depends_on_the_size_of_the_batch() -> None:
+    message = refusal(Around(Function(lambda x: x * len(x))))
+    assert "changes with the other rows of its batch, by " in message
+    assert "first in the layer" not in message
+
+
 class Balanced(nn.Module):
     """Says, beside its logits, how evenly the batch is spread over the classes."""
 
