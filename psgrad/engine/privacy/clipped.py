@@ -169,7 +169,7 @@ class Clipper:
         """The clipped gradient of one record, written out in float64; zero if it is not finite even there."""
         values = {name: _in_float64(gradient) for name, gradient in gradients.gradients.items()}
         square_norms = {name: value.square().sum().reshape(1) for name, value in values.items()}
-        chosen = _Chosen.of(self.clipping, square_norms, _precision(params))
+        chosen = _Chosen.of(self.clipping, square_norms, _precision(params), rounded=False)
         factors = self.clipping.by_parameter(chosen.factors)
         sums = {name: _times(value, factors[name])[0] for name, value in values.items()}
         return ClippedSum(sums, chosen.columns(gradients.losses))
@@ -184,14 +184,15 @@ class _Chosen:
     factors: torch.Tensor
 
     @classmethod
-    def of(cls, clipping: Clipping, square_norms: Mapping[str, torch.Tensor], precision: torch.dtype) -> _Chosen:
-        """precision: what the gradients are multiplied and summed in."""
+    def of(cls, clipping: Clipping, square_norms: Mapping[str, torch.Tensor], precision: torch.dtype, rounded: bool = True) -> _Chosen:
+        """precision, rounded: as for `Clipping.factors`."""
         norms = clipping.group_norms(square_norms)
-        return cls(clipping, norms, clipping.factors(norms, precision))
+        return cls(clipping, norms, clipping.factors(norms, precision, rounded=rounded))
 
     def is_extreme(self) -> bool:
-        """Whether a factor is so small that what it multiplies may leave float32's range at its lower end, and lose its digits."""
-        return bool(((self.factors > 0) & (self.factors < _TINY)).any())
+        """Whether a factor is so small that it, or what it multiplies, leaves float32's range at its lower end, and loses its digits."""
+        small = (self.factors < _TINY) & torch.isfinite(self.norms).all(0)  # where they are not, it is zero, and shall be
+        return bool(small.any())
 
     def columns(self, losses: torch.Tensor) -> RecordColumns:
         bounds = self.norms.new_tensor([group.bound for group in self.clipping.groups]).unsqueeze(1)

@@ -24,7 +24,8 @@ from psgrad.errors import ConfigError
 Rule = Literal["clip", "automatic"]
 
 # What a clipped norm is kept below its bound, relative to it: the rounding of a norm, of a factor times a weight, and of the sum over
-# positions. Measured on five networks, where what a record adds was off by at most half of this.
+# positions. On nine networks what a record adds was off by at most 0.4 of this, in float32 and with autocast to bfloat16. A layer whose
+# inputs and cotangents are each one number throughout rounds them all alike, and was off by as much as 2^-19 in float32.
 _MARGIN = {torch.float32: 2.0**-21, torch.float64: 2.0**-48}
 # Bounds outside of this leave float32 no room for the sum over a batch, or for its noise.
 _SMALLEST, _LARGEST = 1e-20, 1e20
@@ -178,16 +179,17 @@ class Clipping:
         index = torch.tensor([places[name] for name in square_norms], device=squares.device)
         return squares.new_zeros(len(self.groups), squares.shape[1]).index_add_(0, index, squares).sqrt_()
 
-    def factors(self, group_norms: torch.Tensor, precision: torch.dtype = torch.float64) -> torch.Tensor:
+    def factors(self, group_norms: torch.Tensor, precision: torch.dtype = torch.float64, *, rounded: bool = True) -> torch.Tensor:
         """[groups, n] float64: the factor of each record in each group, from the norms [groups, n].
 
-        precision: what gradients are multiplied and summed in, float32 or float64. The factors are numbers of this type, rounded towards
-        zero, and so much smaller than the rule says that the norm of what is summed keeps to the bound in spite of its rounding.
+        precision: what gradients are summed in, float32 or float64. The factors are so much smaller than the rule says that the norm of
+        what is summed keeps to the bound in spite of its rounding. rounded: whether the factors are numbers of this type, rounded towards
+        zero, as gradients are multiplied in it, too.
         """
         bounds = group_norms.new_tensor([group.bound for group in self.groups]).unsqueeze(1) * (1 - _MARGIN[precision])
         factors = bounds / (group_norms + self.stability) if self.rule == "automatic" else (bounds / group_norms).clamp_(max=1)
         finite = torch.isfinite(group_norms).all(0)
-        return torch.where(finite, rounded_down(factors, precision), 0.0)
+        return torch.where(finite, rounded_down(factors, precision) if rounded else factors, 0.0)
 
     def by_parameter(self, factors: torch.Tensor) -> dict[str, torch.Tensor]:
         """name -> [n], from the factors [groups, n]. The parameters of a group have one tensor together."""

@@ -70,6 +70,23 @@ def test_clipped_sums_are_those_of_a_loop_over_samples(name: str, memory: float 
         torch.testing.assert_close(found.sums[key], expected, rtol=1e-10, atol=1e-10 * expected.abs().max().item())
 
 
+@pytest.mark.parametrize("memory", [None, 0, 2000], ids=["kept", "never kept", "given up on the way"])
+@pytest.mark.parametrize("name", list(networks()))
+def test_parameters_may_have_weights_of_their_own(name: str, memory: float | None) -> None:
+    objective, inputs, target = objective_of(name)
+
+    def each(norms: SquareNorms) -> dict[str, Tensor]:
+        return {key: (BOUND / value.sqrt()).clamp(max=1) for key, value in norms.square_norms(per="parameter").items()}
+
+    found = clipped(objective, inputs, target, weights=each, memory=memory)
+    assert found.recomputed == (memory is not None)
+    for key, value in one_sample_gradients(objective.model, F.cross_entropy, (inputs,), target).items():
+        weights = (BOUND / value.flatten(1).norm(dim=1)).clamp(max=1)
+        expected = torch.einsum("n,n...->...", weights, value)
+        torch.testing.assert_close(found.sums[key], expected, rtol=1e-10, atol=1e-10 * expected.abs().max().item())
+        torch.testing.assert_close(found.weights[key], weights, rtol=1e-10, atol=0)
+
+
 @pytest.mark.parametrize("memory", [None, 0])
 def test_a_sample_of_weight_zero_adds_nothing_whatever_its_gradient(memory: float | None) -> None:
     objective, inputs, target = objective_of("cnn")
@@ -125,6 +142,31 @@ def test_samples_that_disagree_on_a_branch_are_split() -> None:
     torch.testing.assert_close(found.sums["w"], weights @ gradients, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("memory", [None, 0])
+def test_a_branch_keeps_weights_with_their_samples_and_bad_samples_out(memory: float | None) -> None:
+    """Two branches, so that samples are split twice, and one sample that is no number."""
+    params = {"w": torch.randn(3, dtype=torch.float64), "v": torch.randn((), dtype=torch.float64)}
+    rows = torch.randn(9, 3, dtype=torch.float64)
+    rows[4] = math.nan
+
+    def loss(params: dict[str, Tensor], row: Tensor) -> Tensor:
+        value = params["w"] @ row
+        value = value.square() if bool(value > 0) else -3 * value
+        return value * params["v"] if bool(row[0] > 0) else value + params["v"]
+
+    def own(norms: SquareNorms) -> dict[str, Tensor]:
+        place = torch.arange(1.0, 10.0, dtype=torch.float64)
+        place[4] = 0
+        return {"w": place, "v": 10 * place}
+
+    found = per_sample_weighted_sum(loss, params, rows, weights=own, memory=memory).sums
+    expected = {"w": torch.zeros(3, dtype=torch.float64), "v": torch.zeros((), dtype=torch.float64)}
+    for sample in [0, 1, 2, 3, 5, 6, 7, 8]:
+        gradient = grad(loss)(params, rows[sample])
+        expected = {"w": expected["w"] + (sample + 1) * gradient["w"], "v": expected["v"] + 10 * (sample + 1) * gradient["v"]}
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
 def test_factors_that_do_not_fit_are_dropped_before_the_pass_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     objective, inputs, target = objective_of("gpt")
     most = []
@@ -145,6 +187,15 @@ def test_weights_of_another_shape_are_an_error_that_says_so() -> None:
     with pytest.raises(TransformError, match=r"weights\(norms\) has shape \(5, 1\) for 5 samples") as raised:
         clipped(objective, inputs, target, weights=lambda norms: clipping(norms)[:, None])
     assert "shape (5,)" in str(raised.value)
+
+
+def test_weights_of_other_parameters_are_an_error_that_names_them() -> None:
+    objective, inputs, target = objective_of("mlp")
+    name = next(iter(objective.params))
+    with pytest.raises(TransformError, match=r"only one of the parameters and weights\(norms\) has .*'stranger'"):
+        clipped(objective, inputs, target, weights=lambda norms: {name: torch.ones(5), "stranger": torch.ones(5)})
+    with pytest.raises(TransformError, match=r"weights\(norms\) has shape \(4,\) for 5 samples"):
+        clipped(objective, inputs, target, weights=lambda norms: dict.fromkeys(objective.params, torch.ones(4)))
 
 
 def test_gradients_smaller_than_their_factors_are_written_out_and_their_factors_dropped() -> None:

@@ -1,0 +1,304 @@
+"""Sources of clipped sums: empty batches, records that are no numbers, memory that runs out, parameters that change, the grid."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from psgrad.engine.gradients.streaming import Stream
+from psgrad.engine.objective import Objective
+from psgrad.engine.privacy import clipped as module
+from psgrad.engine.privacy.clipping import Clipping
+from psgrad.engine.privacy.source import ClippedSum, GradientSource, batch_source, stream_source
+from psgrad.errors import ModelError
+from psgrad.inputs.samples import Block
+from tests.engine.privacy.clipped_loop import clipped_loop, distance, group_norms
+from tests.oracles import one_sample_gradients
+
+RECORDS = 11
+
+
+@pytest.fixture
+def model(device: torch.device) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double().to(device)
+
+
+@pytest.fixture
+def batch(device: torch.device) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(RECORDS, 6, dtype=torch.float64, device=device), torch.randint(3, (RECORDS,), device=device)
+
+
+def stream_of(model: nn.Module, batch: tuple[Tensor, Tensor], **options: Any) -> Stream:
+    inputs, target = (value.cpu() for value in batch)
+    objective = Objective(model, F.cross_entropy)
+    return Stream(objective.loss, objective.params, lambda i, j: Block((inputs[i:j],), target[i:j]), **options)
+
+
+def in_memory(model: nn.Module, batch: tuple[Tensor, Tensor], **options: Any) -> GradientSource:
+    objective = Objective(model, F.cross_entropy)
+    return batch_source(objective.loss, objective.params, batch[:1], batch[1], has_aux=True, **options)
+
+
+def expected_of(model: nn.Module, batch: tuple[Tensor, Tensor], clipping: Clipping) -> dict[str, Tensor]:
+    return clipped_loop(one_sample_gradients(model, F.cross_entropy, batch[:1], batch[1]), clipping)
+
+
+def names_of(model: nn.Module) -> list[str]:
+    return [name for name, _ in model.named_parameters()]
+
+
+def assert_same(found: ClippedSum, expected: dict[str, Tensor], tolerance: float = 1e-9) -> None:
+    assert list(found.sums) == list(expected)
+    assert distance(found.sums, expected) <= tolerance * max(distance(expected), 1e-300)
+
+
+# -- batches -------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("grid", [None, 2.0**-20])
+def test_an_empty_batch_is_zeros_of_the_parameters_shapes(model: nn.Module, batch: tuple[Tensor, Tensor], grid: float | None) -> None:
+    nothing = (batch[0][:0], batch[1][:0])
+    clipping = Clipping.per_layer(names_of(model), 1.0, grid=grid)
+    for source in (in_memory(model, nothing), stream_source(stream_of(model, nothing), 0)):
+        found = source(clipping)
+        assert {name: value.shape for name, value in found.sums.items()} == {n: p.shape for n, p in model.named_parameters()}
+        assert {value.dtype for value in found.sums.values()} == {torch.float64 if grid is None else torch.int64}
+        assert not any(value.any() for value in found.sums.values())
+        assert found.records.factors.shape == (0, 2)
+        assert found.records.norms.shape == found.records.losses.shape == found.records.below.shape == (0,)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4, "auto"])
+def test_the_columns_tell_of_each_record_in_order(model: nn.Module, batch: tuple[Tensor, Tensor], chunk_size: Any) -> None:
+    clipping = Clipping.per_layer(names_of(model), 2.2)
+    found = stream_source(stream_of(model, batch, chunk_size=chunk_size), RECORDS)(clipping)
+    gradients = one_sample_gradients(model, F.cross_entropy, batch[:1], batch[1])
+    norms = torch.stack(
+        [torch.cat([gradients[name].flatten(1) for name in group.parameters], 1).norm(dim=1) for group in clipping.groups], 1
+    ).cpu()
+    bound = clipping.groups[0].bound
+    torch.testing.assert_close(found.records.norms, norms.norm(dim=1), rtol=1e-10, atol=0)
+    torch.testing.assert_close(found.records.factors, (bound / norms).clamp(max=1), rtol=1e-10, atol=0)
+    torch.testing.assert_close(found.records.losses, F.cross_entropy(model(batch[0]), batch[1], reduction="none").detach().cpu())
+    assert found.records.below.tolist() == (norms <= bound).all(1).tolist()
+    assert 0 < found.records.below.sum() < RECORDS
+
+
+@pytest.mark.parametrize("chunk_size", [3, "auto"])
+def test_a_stream_goes_on_with_parameters_that_an_optimiser_has_changed(
+    model: nn.Module, batch: tuple[Tensor, Tensor], chunk_size: Any
+) -> None:
+    stream, clipping = stream_of(model, batch, chunk_size=chunk_size), Clipping.flat(names_of(model), 0.5)
+    for _ in range(3):
+        assert_same(stream_source(stream, RECORDS)(clipping), expected_of(model, batch, clipping))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.5)
+
+
+def test_a_chunk_that_runs_out_of_memory_counts_once(
+    model: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = module.per_sample_weighted_sum
+
+    def limited(loss: Any, params: Any, inputs: Any, target: Tensor, **options: Any) -> Any:
+        found = real(loss, params, inputs, target, **options)
+        if len(target) > 3:
+            raise MemoryError
+        return found
+
+    monkeypatch.setattr(module, "per_sample_weighted_sum", limited)
+    clipping = Clipping.flat(names_of(model), 0.5)
+    stream = stream_of(model, batch, chunk_size=8)
+    found = stream_source(stream, RECORDS)(clipping)
+    assert stream.retries > 0
+    assert_same(found, expected_of(model, batch, clipping))
+    assert len(found.records.norms) == RECORDS
+
+
+def test_a_record_that_fails_is_named(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    batch[1][7] = 99
+    with pytest.raises(ModelError, match="row 7"):
+        stream_source(stream_of(model, batch, chunk_size=4), RECORDS)(Clipping.flat(names_of(model), 1.0))
+
+
+def test_the_sums_of_half_precision_parameters_are_float32() -> None:
+    params = {"w": torch.randn(4, 3).bfloat16(), "unused": torch.zeros(2).bfloat16()}
+    source = batch_source(lambda p, x: (p["w"] @ x).square().sum(), params, torch.randn(5, 3).bfloat16())
+    found = source(Clipping.flat(params, 1e-3))
+    assert {value.dtype for value in found.sums.values()} == {torch.float32}
+    assert group_norms(found.sums, Clipping.flat(params, 5e-3))[0] <= 5e-3
+    assert not found.sums["unused"].any()
+
+
+# -- records that are no numbers -----------------------------------------------------------------------------------------------------------
+
+WIDE = {"w": torch.randn(300, 200, generator=torch.Generator().manual_seed(0)) / 100, "b": torch.zeros(300)}
+POSITIONS, PLACE = 4, 2
+
+
+def bilinear(params: dict[str, Tensor], x: Tensor, k: Tensor) -> Tensor:
+    """The gradient of w is k^T x, a product over positions; that of b is the sum of k."""
+    return ((x @ params["w"].t() + params["b"]) * k).sum()
+
+
+def planted(left: list[float], right: list[float]) -> tuple[Tensor, Tensor]:
+    """Five ordinary records, and one whose factors have this value at each position."""
+    generator = torch.Generator().manual_seed(1)
+    x, k = torch.randn(5, POSITIONS, 200, generator=generator), torch.randn(5, POSITIONS, 300, generator=generator)
+    left_rows = torch.tensor(left).repeat(POSITIONS // len(left))[:, None].expand(POSITIONS, 200)
+    right_rows = torch.tensor(right).repeat(POSITIONS // len(right))[:, None].expand(POSITIONS, 300)
+    return torch.cat([x[:PLACE], left_rows[None], x[PLACE:]]), torch.cat([k[:PLACE], right_rows[None], k[PLACE:]])
+
+
+MONSTERS: dict[str, tuple[list[float], list[float], bool]] = {
+    "a product that overflows": ([1e30], [1e30], True),
+    "infinity": ([math.inf], [1.0], False),
+    "not a number": ([math.nan], [1.0], False),
+    "infinity times zero": ([math.inf], [0.0], False),
+    "zero times infinity": ([0.0], [math.inf], False),
+    "huge contributions that cancel to nothing": ([1e38, 1e38], [1e30, -1e30], False),
+    "huge contributions that cancel in part": ([1e38, 3e38], [3.0, -1.25], True),
+    "huge times tiny": ([1e38], [1e-38], True),
+    "tiny times huge": ([1e-30], [1e36], True),
+    "infinite in one position": ([1.0, math.inf], [1.0, 0.0], False),
+}
+
+
+@pytest.mark.parametrize("memory", [None, 0], ids=["kept", "two passes"])
+@pytest.mark.parametrize("clip", [Clipping.flat, Clipping.per_parameter], ids=["flat", "per parameter"])
+@pytest.mark.parametrize("monster", list(MONSTERS))
+def test_whatever_a_record_holds_it_adds_no_more_than_the_bound(monster: str, clip: Callable[..., Clipping], memory: float | None) -> None:
+    left, right, adds = MONSTERS[monster]
+    x, k = planted(left, right)
+    clipping = clip(WIDE, 0.5)
+    others = [i for i in range(6) if i != PLACE]
+    found = batch_source(bilinear, WIDE, x, k, memory=memory)(clipping)
+    rest = batch_source(bilinear, WIDE, x[others], k[others], memory=memory)(clipping)
+    alone = batch_source(bilinear, WIDE, x[[PLACE]], k[[PLACE]], memory=memory)(clipping)
+    assert all(value.isfinite().all() for value in found.sums.values())
+    assert all(norm <= group.bound for norm, group in zip(group_norms(alone.sums, clipping), clipping.groups, strict=True))
+    rounding = 1e-6 * distance(rest.sums)
+    assert distance(found.sums, {name: rest.sums[name] + alone.sums[name] for name in rest.sums}) <= rounding
+    assert (distance(alone.sums) > 0.1) == adds
+    torch.testing.assert_close(found.records.norms[others], rest.records.norms)
+    if not adds and monster != "huge contributions that cancel to nothing":
+        assert not found.records.factors[PLACE].any()
+        assert not found.records.below[PLACE]
+        assert not math.isfinite(found.records.norms[PLACE])
+
+
+def test_a_batch_of_nothing_but_bad_records_sums_to_zero(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    spoilt = (batch[0] * math.nan, batch[1])
+    clipping = Clipping.per_layer(names_of(model), 1.0)
+    for source in (
+        in_memory(model, spoilt),
+        in_memory(model, spoilt, memory=0),
+        stream_source(stream_of(model, spoilt, chunk_size=4), RECORDS),
+    ):
+        found = source(clipping)
+        assert not any(value.any() for value in found.sums.values())
+        assert not found.records.below.any()
+
+
+def test_good_halves_of_a_spoilt_chunk_are_not_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 64 records with one that spoils the sum, six halvings find it: two passes of all the records, and a dozen passes in all."""
+    x, k = planted([1e38, 1e38], [1e30, -1e30])
+    rows = torch.tensor([0] * 40 + [PLACE] + [1] * 23)
+    real, sizes = module.per_sample_weighted_sum, []
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        sizes.append(len(arguments[2]))
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(module, "per_sample_weighted_sum", counted)
+    batch_source(bilinear, WIDE, x[rows], k[rows])(Clipping.flat(WIDE, 1.0))
+    assert sizes[:3] == [64, 32, 32]
+    assert len(sizes) == 13
+    assert sum(sizes) < 3 * 64
+
+
+def test_records_that_disagree_on_a_branch_are_clipped_like_others() -> None:
+    weight, rows = {"w": torch.randn(3, dtype=torch.float64)}, torch.randn(6, 3, dtype=torch.float64)
+
+    def loss(params: dict[str, Tensor], row: Tensor) -> Tensor:
+        value = params["w"] @ row
+        return value.square() if bool(value > 0) else -3 * value
+
+    value = rows @ weight["w"]
+    assert 0 < (value > 0).sum() < 6
+    gradients = torch.where(value > 0, 2 * value, torch.full_like(value, -3)).unsqueeze(1) * rows
+    clipping = Clipping.flat(weight, 0.7)
+    assert_same(batch_source(loss, weight, rows)(clipping), clipped_loop({"w": gradients}, clipping))
+
+
+# -- the grid ------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clip", [Clipping.flat, Clipping.per_layer])
+def test_on_a_grid_records_are_rounded_one_by_one_and_sums_are_integers(
+    model: nn.Module, batch: tuple[Tensor, Tensor], clip: Callable[..., Clipping]
+) -> None:
+    grid = 2.0**-7
+    clipping = clip(names_of(model), 1.0, grid=grid)
+    gradients = one_sample_gradients(model, F.cross_entropy, batch[:1], batch[1])
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    expected = {name: torch.zeros_like(value[0], dtype=torch.int64) for name, value in gradients.items()}
+    for record in range(RECORDS):
+        for group in clipping.groups:
+            bound = group.bound - math.sqrt(sum(sizes[name] for name in group.parameters)) * grid / 2
+            norm = float(torch.cat([gradients[name][record].flatten() for name in group.parameters]).norm())
+            for name in group.parameters:
+                expected[name] += (gradients[name][record] * min(1.0, bound / norm) / grid).round().long()
+    for chunk_size in (1, 4, RECORDS):
+        found = stream_source(stream_of(model, batch, chunk_size=chunk_size), RECORDS)(clipping)
+        for name, value in expected.items():
+            assert found.sums[name].dtype == torch.int64
+            # the bound is a little tighter than here, which an entry between two steps may show
+            assert (found.sums[name] - value).abs().max() <= 1
+    assert (found.records.factors < 1).any()
+
+
+@given(st.integers(0, 2**20), st.sampled_from([1e-3, 1.0, 1e4, 1e30]), st.integers(4, 24))
+def test_a_rounded_record_keeps_to_the_bound_exactly(seed: int, scale: float, fine: int) -> None:
+    torch.manual_seed(seed)
+    params = {"w": torch.randn(7, 5), "b": torch.zeros(7)}
+    x, k = torch.randn(1, 3, 5), torch.randn(1, 3, 7) * scale
+    grid = 2.0**-fine
+    clipping = Clipping.flat(params, 1.0, grid=grid)
+    sums = batch_source(bilinear, params, x, k)(clipping).sums
+    steps = sum(int(entry) ** 2 for value in sums.values() for entry in value.flatten().tolist())
+    assert steps * grid**2 <= 1.0
+    if scale >= 1e4:
+        assert steps * grid**2 >= (1 - 7 * grid) ** 2
+
+
+@pytest.mark.parametrize("monster", ["a product that overflows", *(name for name, (_, _, adds) in MONSTERS.items() if not adds)])
+def test_a_record_that_is_no_number_leaves_the_integers_alone(monster: str) -> None:
+    x, k = planted(*MONSTERS[monster][:2])
+    clipping = Clipping.per_parameter(WIDE, 1.0, grid=2.0**-20)
+    others = [i for i in range(6) if i != PLACE]
+    found = batch_source(bilinear, WIDE, x, k)(clipping)
+    rest = batch_source(bilinear, WIDE, x[others], k[others])(clipping)
+    assert all(torch.equal(found.sums[name], rest.sums[name]) for name in WIDE)
+    assert not found.records.factors[PLACE].any()
+
+
+def test_a_grid_changes_the_sum_by_no_more_than_its_rounding(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    grid = 2.0**-24
+    clipping = Clipping.flat(names_of(model), 0.5, grid=grid)
+    sums = in_memory(model, batch)(clipping).sums
+    plain = in_memory(model, batch)(replace(clipping, grid=None)).sums
+    dimensions = sum(value.numel() for value in plain.values())
+    assert distance({name: value.double() * grid for name, value in sums.items()}, plain) <= RECORDS * math.sqrt(dimensions) * grid
