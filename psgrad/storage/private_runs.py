@@ -24,7 +24,7 @@ PREFIX = "NOT_PRIVATE_"
 WARNING = "NOT PRIVATE: computed from single training records without noise. It is outside the guarantee of this run; do not publish it."
 
 # What manifest.json may say. All else that is said of a run goes to the private folder: a name that is not here is never published.
-_PUBLIC_FACTS = {"version", "command", "state", "versions", "config", "model", "engine"}
+_PUBLIC_FACTS = {"version", "command", "state", "versions", "config", "model"}
 
 
 class PrivateRunFolder(RunFolder):
