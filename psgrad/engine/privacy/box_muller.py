@@ -3,9 +3,9 @@
 Box and Muller (1958): with U uniform on (0, 1] and an angle V uniform on the circle, sqrt(-2 ln U) cos V and sqrt(-2 ln U) sin V are
 independent standard normals. What is exact and what is not:
 
-- The radius takes 64 bits of the stream, read as a signed integer k: U = |k| 2^-63, rounded to the dtype. Floating point has the same
-  relative precision at all sizes, so the tail is as fine as the middle, and no draw needs a second look. U is at least 2^-65 (k = 0) and
-  at most 1, so no value is infinite, and none is beyond sqrt(130 ln 2) = 9.5, where a normal variable is once in 10^21 draws.
+- The radius takes 64 bits of the stream, read as a signed integer k: U = |k| 2^-63 + 2^-65, rounded to the dtype. Floating point has the
+  same relative precision at all sizes, so the tail is as fine as the middle, and no draw needs a second look. U is at least 2^-65 (k = 0)
+  and at most 1, so no value is infinite, and none is beyond sqrt(130 ln 2) = 9.5, where a normal variable is once in 10^21 draws.
 - The angle takes 32 bits for float32 and 64 for float64.
 - In float32, U near 1 has steps of 2^-24, so that a pair whose radius is below about 0.001 (one of two million) has one of few radii; a
   value is off by 2.5e-4 at most there, and by a few units in its last place elsewhere.
@@ -25,8 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Pairs of a block. Its buffers fit the second-level cache, and torch does not share out so few elements among threads of its own, whose
-# barriers cost more than they bring where the machine is busy.
+# Pairs of a block, whose buffers fit the second-level cache.
 PAIRS = 1 << 15
 _CIPHER_BLOCK = 16
 _SLACK = 15
@@ -55,9 +54,9 @@ def normals(shape: Sequence[int], dtype: torch.dtype, take: Take, write: Write) 
             part = out[2 * PAIRS * block : 2 * PAIRS * (block + 1)]
             pairs = -(-len(part) // 2)
             if buffers is None or buffers.pairs != pairs:
-                buffers = _Buffers(pairs, width, dtype)
+                buffers = _Buffers(pairs, width, out.dtype)
             write(first + block * PAIRS * width // _CIPHER_BLOCK, pairs * width, buffers.raw)
-            buffers.pairs_to(torch.from_numpy(part))
+            buffers.to_normals(part)
 
     threads = min(torch.get_num_threads(), blocks)
     if threads <= 1:
@@ -70,23 +69,29 @@ def normals(shape: Sequence[int], dtype: torch.dtype, take: Take, write: Write) 
 
 
 class _Buffers:
-    """A thread's memory for one block of pairs, and what happens in it."""
+    """A thread's memory for one block of pairs, and what happens in it. numpy's functions: each runs in the thread that calls it."""
 
-    def __init__(self, pairs: int, width: int, dtype: torch.dtype) -> None:
+    def __init__(self, pairs: int, width: int, dtype: np.dtype) -> None:
         self.pairs = pairs
         self.raw = np.empty(pairs * width + _SLACK, dtype=np.uint8)
-        self.radius = torch.from_numpy(np.empty(pairs, dtype=np.float32 if dtype == torch.float32 else np.float64))
-        self.angle = torch.empty_like(self.radius)
+        self.radius, self.angle = np.empty(pairs, dtype=dtype), np.empty(pairs, dtype=dtype)
         # Views of the raw bits, which are written anew for every block.
-        integers = np.int32 if dtype == torch.float32 else np.int64
-        self.for_radius = torch.from_numpy(self.raw[: 8 * pairs].view(np.int64))
-        self.for_angle = torch.from_numpy(self.raw[8 * pairs : width * pairs].view(integers))
-        self.turn = math.pi * 2.0 ** (-31 if dtype == torch.float32 else -63)
+        self.for_radius = self.raw[: 8 * pairs].view(np.int64)
+        self.for_angle = self.raw[8 * pairs : width * pairs].view(np.int32 if width == 12 else np.int64)
+        self.turn = math.pi * 2.0 ** (1 - 8 * self.for_angle.itemsize)
 
-    def pairs_to(self, out: Tensor) -> None:
+    def to_normals(self, out: np.ndarray) -> None:
         """The raw bits as normals: [2 * pairs], or one less."""
-        radius = self.radius.copy_(self.for_radius).abs_().mul_(2.0**-63).clamp_(min=2.0**-65).log_().mul_(-2).sqrt_()
-        angle = self.angle.copy_(self.for_angle).mul_(self.turn)
-        torch.cos(angle, out=out[: self.pairs]).mul_(radius)
-        odd = len(out) - self.pairs
-        torch.sin(angle[:odd], out=out[self.pairs :]).mul_(radius[:odd])
+        radius, angle = self.radius, self.angle
+        np.copyto(radius, self.for_radius, casting="unsafe")
+        np.abs(radius, out=radius)
+        radius *= 2.0**-63
+        radius += 2.0**-65
+        np.log(radius, out=radius)
+        radius *= -2.0
+        np.sqrt(radius, out=radius)
+        np.copyto(angle, self.for_angle, casting="unsafe")
+        angle *= self.turn
+        for function, part in ((np.cos, out[: self.pairs]), (np.sin, out[self.pairs :])):
+            function(angle[: len(part)], out=part)
+            part *= radius[: len(part)]

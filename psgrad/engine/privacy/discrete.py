@@ -39,10 +39,10 @@ _TRIED = 1 << 15
 _SHORT_SIZE, _UNIT = 1 << 50, 2.0**-50
 # The exponent: a prefix of 63 bits, at least 2^40, leaves 2^-40; the exponent itself is off by less than 2^-46 below 17, where E is.
 _SHORT_KEEP, _OFF_KEEP = 1 << 40, 2.0**-38
-# How much rounding to the grid may cost of the bound, and what it takes from it: half a step in each coordinate, and a little for the
-# division by the grid in float64.
+# How much rounding to the grid may cost of the bound.
 _COST = 1e-3
-_HALF = 0.5 + 2.0**-20
+# What is kept for the rounding of the division by the grid, and of the norm, in float64.
+_KEPT = 1 - 2.0**-40
 
 
 # -- the grid ----------------------------------------------------------------------------------------------------------------------------
@@ -55,7 +55,7 @@ def default_grid(bound: float, dimensions: int) -> float:
     Raises ConfigError where that is more than a thousandth (from some 10^12 coordinates on).
     """
     grid = 2.0 ** math.ceil(math.log2(bound / LARGEST_BOUND))
-    if math.sqrt(dimensions) * grid * _HALF > _COST * bound:
+    if math.sqrt(dimensions) * grid / 2 > _COST * bound:
         raise ConfigError(
             f"{dimensions} coordinates on a grid cost more than a thousandth of the clipping norm {bound:g}",
             expected="fewer coordinates, as each may move by half a step when it is rounded",
@@ -75,11 +75,11 @@ def tightened(bound: float, dimensions: int, grid: float) -> float:
             expected=f"a grid of at least {bound / LARGEST_BOUND:g}",
             next_step="leave the grid out, and one is chosen",
         )
-    left = (bound - math.sqrt(dimensions) * grid * _HALF) * (1 - 2.0**-40)
+    left = (bound - math.sqrt(dimensions) * grid / 2) * _KEPT
     if left <= 0:
         raise ConfigError(
             f"the grid {grid:g} is too coarse for the clipping norm {bound:g} in {dimensions} coordinates: rounding alone may exceed it",
-            expected=f"a grid below {bound / (math.sqrt(dimensions) * _HALF):g}",
+            expected=f"a grid below {2 * bound / math.sqrt(dimensions):g}",
             next_step="leave the grid out, and one is chosen",
         )
     return left

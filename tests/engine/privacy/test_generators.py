@@ -200,7 +200,7 @@ def by_formula(generator: SecureGenerator, total: int, dtype: torch.dtype) -> np
         block = raw[start * width : (start + pairs) * width].tobytes()
         size = np.frombuffer(block[: 8 * pairs], dtype=np.int64).astype(np.float64)
         turn = np.frombuffer(block[8 * pairs :], dtype=angle).astype(np.float64) * math.pi / 2.0 ** (8 * angle.itemsize - 1)
-        radius = np.sqrt(-2 * np.log(np.maximum(np.abs(size) * 2.0**-63, 2.0**-65)))
+        radius = np.sqrt(-2 * np.log(np.minimum(np.abs(size) * 2.0**-63 + 2.0**-65, 1.0)))
         blocks += [radius * np.cos(turn), radius * np.sin(turn)]
     return np.concatenate(blocks)[:total] if blocks else np.empty(0)
 
@@ -242,8 +242,8 @@ def test_normals_in_inference_mode_and_under_another_default_device(threads: Non
     ("word", "radius"),
     [
         (0, math.sqrt(130 * math.log(2))),  # U = 2^-65, the smallest
-        (1, math.sqrt(126 * math.log(2))),
-        (-1, math.sqrt(126 * math.log(2))),
+        (1, math.sqrt(126 * math.log(2) - 2 * math.log(1.25))),  # U = 2^-63 + 2^-65
+        (-1, math.sqrt(126 * math.log(2) - 2 * math.log(1.25))),
         (-(2**63), 0.0),  # U = 1
         (2**63 - 1, 0.0),
         (2**62, math.sqrt(2 * math.log(2))),
