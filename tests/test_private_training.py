@@ -189,7 +189,7 @@ def test_a_resumed_optimiser_goes_on_as_one_that_never_stopped(private: PrivateW
     private.succeeded("--steps", "1")
     private.succeeded("--steps", "3", "--resume")
     for key, value in private.weights().items():
-        assert torch.equal(value, at_once[key])
+        torch.testing.assert_close(value, at_once[key], rtol=1e-10, atol=1e-12)  # chunks of other sizes round otherwise
 
 
 # What is said -------------------------------------------------------------------------------------------------------------------------
@@ -347,7 +347,7 @@ def test_a_resume_on_other_data_or_another_model_is_refused(private: PrivateWork
     private.refused(2, "the dataset is not the one that the run in out began with", options=("--resume",))
     private.workplace.save(x=x)
     private.workplace.use_model("def Model():\n    return mlp(6)\n")
-    private.refused(2, "model", options=("--resume",))
+    private.refused(3, "does not fit: 0.weight is float64 [5, 4] in it and float64 [6, 4] in the model", options=("--resume",))
     assert (private.run_folder / "public" / "ledger.jsonl").read_bytes() == ledger
 
 

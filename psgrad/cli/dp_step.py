@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from psgrad.cli.boundary import boundary
-from psgrad.cli.options import ConfigPath, Debug, Output, Settings, read_config
+from psgrad.cli.options import ConfigPath, Debug, Output, Overwrite, Settings, read_config
 from psgrad.cli.progress import progress_display
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ def dp_step(
     resume: Resume = False,
     output: Output = None,
     settings: Settings = None,
+    overwrite: Overwrite = False,
     insecure_deterministic: Seeded = False,
     show_private: ShowPrivate = False,
     as_json: AsJson = False,
@@ -54,7 +55,12 @@ def dp_step(
 
         with progress_display() as progress:
             result = workflows.dp_step(
-                resolved, steps=steps, resume=resume, insecure_deterministic=insecure_deterministic, progress=progress
+                resolved,
+                steps=steps,
+                resume=resume,
+                overwrite=overwrite,
+                insecure_deterministic=insecure_deterministic,
+                progress=progress,
             )
         _show(result, style, show_private)
 

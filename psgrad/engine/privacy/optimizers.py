@@ -34,7 +34,7 @@ def make_optimizer(name: str, kwargs: Mapping[str, Any], parameters: Iterable[nn
         raise ConfigError(f"privacy.optimizer: {name} can't be used: {_REFUSED[name]}", next_step="choose a first-order optimiser")
     known = known_optimizers()
     if name not in known:
-        close = difflib.get_close_matches(name, known, n=1)
+        close = [other for other in known if other.lower() == name.lower()] or difflib.get_close_matches(name, known, n=1)
         raise ConfigError(
             f"privacy.optimizer: torch.optim has no optimiser {name!r}" + (f"; did you mean {close[0]}?" if close else ""),
             expected=f"one of {', '.join(known)}",
