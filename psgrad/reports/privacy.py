@@ -91,7 +91,7 @@ def step_facts(result: DPStepResult) -> list[tuple[str, str]]:
         ("after", f"{step['steps']:,} of {count(step['planned_steps'], 'planned step')}{_planned_words(step)}"),
         *_setting_facts(step),
         ("generator", str(step["generator"])),
-        ("update", f"{step['optimizer']['name']} of the noisy sum / {step['expected_batch_size']:,}{_trainable_words(step)}"),
+        ("update", f"{step['optimizer']['name']} of the noisy sum / {compact(step['expected_batch_size'])}{_trainable_words(step)}"),
         ("public", f"{result.folder / 'public'}: what the guarantee covers"),
         ("private", f"{result.folder / 'private'}: NOT PRIVATE, for your eyes alone"),
     ]
@@ -168,7 +168,8 @@ def epsilon(value: float | None) -> str:
         return MISSING
     if math.isinf(value):
         return "infinite"
-    return compact(float(Context(prec=4, rounding=ROUND_CEILING).create_decimal_from_float(value)))
+    # From the shortest text that is this float: 1.8 as a float is a little more than 1.8, and is not 1.801.
+    return compact(float(Context(prec=4, rounding=ROUND_CEILING).create_decimal(repr(float(value)))))
 
 
 def compact(value: float) -> str:

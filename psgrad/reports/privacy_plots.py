@@ -52,9 +52,11 @@ def epsilon_against_steps(result: DPStepResult) -> Plot:
     if not len(steps):
         say_empty(axes, "no finite epsilon to draw")
     else:
-        taken = steps <= step["steps"]
         axes.plot(steps, spent, color=REST, linewidth=1.6, linestyle=(0, (4, 2)), label=f"planned ({result.curve_accountant})")
-        axes.plot(steps[taken], spent[taken], color=DARK, linewidth=2.4, label=f"taken ({result.curve_accountant})")
+        now = step.get(f"epsilon_{result.curve_accountant.lower()}")
+        before = [point for point in zip(steps, spent, strict=True) if point[0] < step["steps"]]
+        taken = before if now is None or not math.isfinite(now) else [*before, (step["steps"], now)]
+        axes.plot(*_curve(taken), color=DARK, linewidth=2.4, label=f"taken ({result.curve_accountant})")
         ends = [("epsilon_pld", "D", "PLD"), ("epsilon_rdp", "o", "RDP")]
         for key, marker, name in ends:
             if step.get(key) is not None and math.isfinite(step[key]):

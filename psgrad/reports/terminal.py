@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Hashable
 from typing import Any, TextIO
 
@@ -60,8 +61,12 @@ def summary(result: AnalyzeResult) -> str:
 
 def print_table(table: Table, stream: TextIO) -> None:
     """Print the table: fitted to a terminal, uncut and plain elsewhere."""
-    watched = stream.isatty()
-    Console(file=stream, width=None if watched else PIPE_WIDTH, force_terminal=watched, highlight=False).print(table)
+    if stream.isatty():
+        Console(file=stream, force_terminal=True, highlight=False).print(table)
+        return
+    lines = io.StringIO()
+    Console(file=lines, width=PIPE_WIDTH, force_terminal=False, highlight=False).print(table)
+    stream.writelines(f"{line.rstrip()}\n" for line in lines.getvalue().splitlines())
 
 
 def _cells(row: dict[Hashable, Any], class_names: list[str] | None) -> tuple[str, ...]:

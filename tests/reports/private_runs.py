@@ -36,8 +36,8 @@ def step(**changes: Any) -> dict[str, Any]:
         "optimizer": {"name": "SGD", "kwargs": {"lr": 0.5}},
         "trainable": {"parameters": 490, "tensors": 2, "of_parameters": 30000},
         "target_epsilon": None,
-        "planned_epsilon_rdp": 2.2,
-        "planned_epsilon_pld": 2.0,
+        "planned_epsilon_rdp": 1.952,
+        "planned_epsilon_pld": 1.8,
         "why_not": {},
         **changes,
     }
@@ -66,7 +66,8 @@ def steps_frame(steps: int) -> pd.DataFrame:
 def result(steps: int = 120, **changes: Any) -> DPStepResult:
     norms = np.random.default_rng(1).lognormal(0.5, 0.8, 1200)
     taken = step(steps=steps, **changes)
-    return DPStepResult(taken, Path("runs/private"), curve(2.2), steps_frame(steps), norms, bound=2.0, notes=["a note"])
+    planned = curve(1.23456 * math.sqrt(300 / 120))  # as step.json has it after 120
+    return DPStepResult(taken, Path("runs/private"), planned, steps_frame(steps), norms, bound=2.0, notes=["a note"])
 
 
 def plan(**changes: Any) -> DPPlanResult:

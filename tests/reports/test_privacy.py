@@ -46,7 +46,8 @@ def test_an_upper_bound_is_never_rounded_down(value: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "words"), [(None, "–"), (math.nan, "–"), (math.inf, "infinite"), (3.0, "3"), (2.98101, "2.982"), (12.3401, "12.35")]
+    ("value", "words"),
+    [(None, "–"), (math.nan, "–"), (math.inf, "infinite"), (3.0, "3"), (1.8, "1.8"), (2.98101, "2.982"), (12.3401, "12.35")],
 )
 def test_epsilons_that_are_told_in_words(value: float | None, words: str) -> None:
     assert epsilon(value) == words
@@ -64,7 +65,7 @@ def test_every_relation_has_its_words() -> None:
 def test_the_table_has_both_accountants_and_what_belongs_to_them() -> None:
     told = answers(written())
     assert told["privacy spent"] == "epsilon 1.101 (PLD), 1.235 (RDP) at delta 1e-5"
-    assert told["after"] == "120 of 300 planned steps, which together cost epsilon 2 (PLD)"
+    assert told["after"] == "120 of 300 planned steps, which together cost epsilon 1.8 (PLD)"
     assert told["protects"].startswith("one row; neighbouring datasets differ by one record that is added or removed")
     assert told["sampling"] == "Poisson sampling, each record by itself with probability 0.0712 (poisson)"
     assert told["clipping"] == "each record's gradient clipped to norm 2"

@@ -41,8 +41,14 @@ def test_the_steps_taken_and_those_planned_are_one_curve() -> None:
     result = private_runs.result(steps=120)
     planned, taken = axes_of(epsilon_against_steps(result)).lines[:2]
     np.testing.assert_allclose(np.column_stack(planned.get_data()), result.curve)
-    assert max(taken.get_xdata()) == 120
-    assert len(taken.get_xdata()) == 120
+    np.testing.assert_allclose(np.column_stack(taken.get_data()), result.curve[:120], rtol=1e-6)
+
+
+def test_steps_between_the_points_of_a_coarse_curve_are_drawn_to_their_end() -> None:
+    result = private_runs.result(steps=120)
+    coarse = replace(result, curve=result.curve[49::50])
+    taken = axes_of(epsilon_against_steps(coarse)).lines[1]
+    np.testing.assert_allclose(np.column_stack(taken.get_data()), [*coarse.curve[:2], (120, result.step["epsilon_rdp"])])
 
 
 def test_the_public_figure_says_what_its_epsilon_means() -> None:
