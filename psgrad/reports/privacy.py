@@ -72,10 +72,17 @@ def write_private_steps(result: DPStepResult, stream: TextIO) -> None:
 def write_plan_of_noise(result: DPPlanResult, style: str, stream: TextIO) -> None:
     """style: 'terminal', the setting and a row a multiplier, or 'json', one object."""
     if style == "json":
-        rows = [{"noise_multiplier": row.noise_multiplier, "noise_std": row.noise_std} for row in result.rows]
-        for plain, row in zip(rows, result.rows, strict=True):
-            plain |= {"epsilon_rdp": row.epsilon_rdp, "epsilon_pld": row.epsilon_pld, "configured": row.configured}
-        write_json({**result.setting, "plans": rows, "plot": None if result.plot is None else str(result.plot)}, stream)
+        plans = [
+            {
+                "noise_multiplier": row.noise_multiplier,
+                "noise_std": row.noise_std,
+                "epsilon_rdp": row.epsilon_rdp,
+                "epsilon_pld": row.epsilon_pld,
+                "configured": row.configured,
+            }
+            for row in result.rows
+        ]
+        write_json({**result.setting, "plans": plans, "plot": None if result.plot is None else str(result.plot)}, stream)
         return
     stream.write(facts_lines(plan_facts(result)) + "\n")
     print_table(plan_table(result), stream)

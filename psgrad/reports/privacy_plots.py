@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from psgrad.reports.drawing import DARK, INK, QUIET, REST, REVIEW, Array, Plot, figure_with_axes, log_bins, say_empty
 from psgrad.reports.privacy import compact, epsilon, sampling_words
@@ -52,7 +53,8 @@ def epsilon_against_steps(result: DPStepResult) -> Plot:
     if not len(steps):
         say_empty(axes, "no finite epsilon to draw")
     else:
-        axes.plot(steps, spent, color=REST, linewidth=1.6, linestyle=(0, (4, 2)), label=f"planned ({result.curve_accountant})")
+        if step["steps"] < step["planned_steps"]:
+            axes.plot(steps, spent, color=REST, linewidth=1.6, linestyle=(0, (4, 2)), label=f"planned ({result.curve_accountant})")
         now = step.get(f"epsilon_{result.curve_accountant.lower()}")
         before = [point for point in zip(steps, spent, strict=True) if point[0] < step["steps"]]
         taken = before if now is None or not math.isfinite(now) else [*before, (step["steps"], now)]
@@ -75,23 +77,31 @@ def epsilon_by_multiplier(result: DPPlanResult) -> Plot:
     setting = result.setting
     figure, axes = figure_with_axes(4.2)
     others = iter(SHADES * (1 + len(result.rows) // len(SHADES)))
-    drawn: list[tuple[NoisePlan, Array, Array, str]] = []
+    drawn: list[tuple[NoisePlan, str]] = []
     for row in result.rows:
         steps, spent = _curve(row.curve)
         colour = REVIEW if row.configured else next(others)
         if len(steps):
             axes.plot(steps, spent, color=colour, linewidth=2.4 if row.configured else 1.6, zorder=3 if row.configured else 2)
-            drawn.append((row, steps, spent, colour))
+            drawn.append((row, colour))
+            if _is_number(row.epsilon_pld):
+                axes.plot([setting["planned_steps"]], [row.epsilon_pld], "D", color=colour, markersize=6, clip_on=False, zorder=4)
     if not drawn:
         say_empty(axes, "no finite epsilon to draw")
     else:
         axes.set_yscale("log")
-        _name_lines(axes, drawn)
+        _name_ends(axes, drawn)
+        axes.plot([], [], color=DARK, label=f"after so many steps ({result.curve_accountant})")
+        if any(_is_number(row.epsilon_pld) for row, _ in drawn):
+            axes.plot([], [], "D", color=DARK, markersize=6, label="after all of them (PLD)")
         _draw_target(axes, setting.get("target_epsilon"))
-        _finish(axes, setting, legend=setting.get("target_epsilon") is not None)
+        _finish(axes, setting)
         _plain_log_ticks(axes)
     axes.set_title(_setting_words(setting), fontsize=9, color=INK, loc="left")
-    caption = f"Epsilon after so many steps by {result.curve_accountant}, one line a noise multiplier; orange: the configured one. "
+    caption = (
+        f"Epsilon after so many steps by {result.curve_accountant}, one line a noise multiplier; orange: the configured one. "
+        "Beside each its multiplier and the smaller bound on the epsilon of all steps. "
+    )
     return Plot("epsilon_plan", "Epsilon against steps, by noise multiplier", caption, figure)
 
 
@@ -157,26 +167,30 @@ def _draw_target(axes: Axes, target: float | None) -> None:
         axes.axhline(target, color=QUIET, linewidth=1, linestyle=(0, (1, 2)), label=f"target {compact(target)}")
 
 
-def _finish(axes: Axes, step: dict[str, Any], legend: bool = True) -> None:
+def _finish(axes: Axes, step: dict[str, Any]) -> None:
     axes.set(xlabel=STEPS_AXIS, ylabel=f"epsilon at delta {compact(step['delta'])} (upper bound)")
     if axes.get_yscale() == "linear":
         axes.set_ylim(bottom=0)
-    if legend:
-        axes.legend(frameon=False, loc="lower right", labelcolor=INK, fontsize=9)
+    axes.legend(frameon=False, loc="lower right", labelcolor=INK, fontsize=9)
 
 
-def _name_lines(axes: Axes, drawn: list[tuple[NoisePlan, Array, Array, str]]) -> None:
-    """Each line's multiplier and last value beside its end, pushed apart where they would overlap; on a log axis."""
-    ordered = sorted(drawn, key=lambda line: float(line[2][-1]))
-    heights = [math.log(float(spent[-1])) for _, _, spent, _ in ordered]
+def _is_number(value: float | None) -> TypeGuard[float]:
+    return value is not None and math.isfinite(value)
+
+
+def _name_ends(axes: Axes, drawn: list[tuple[NoisePlan, str]]) -> None:
+    """Beside each line's end its multiplier and the smaller of its bounds, pushed apart where they would overlap; on a log axis."""
+    ends = [(min(filter(_is_number, (row.epsilon_pld, row.epsilon_rdp, row.curve[-1][1]))), row, colour) for row, colour in drawn]
+    ends.sort(key=lambda end: end[0])
+    heights = [math.log(spent) for spent, _, _ in ends]
     low, high = (math.log(limit) for limit in axes.get_ylim())
     apart = (high - low) / 16
     for index in range(1, len(heights)):
         heights[index] = max(heights[index], heights[index - 1] + apart)
     axes.set_ylim(math.exp(low), math.exp(max(high, heights[-1] + apart / 2)))
-    last = max(float(steps[-1]) for _, steps, _, _ in drawn)
-    for (row, _, spent, colour), height in zip(ordered, heights, strict=True):
-        words = f" multiplier {number(row.noise_multiplier)}: {epsilon(float(spent[-1]))}"
+    last = max(row.curve[-1][0] for row, _ in drawn)
+    for (spent, row, colour), height in zip(ends, heights, strict=True):
+        words = f"  multiplier {number(row.noise_multiplier)}: {epsilon(spent)}"
         weight = "bold" if row.configured else "normal"
         axes.annotate(words, (last, math.exp(height)), color=colour, fontsize=9, va="center", fontweight=weight, annotation_clip=False)
     axes.margins(x=0)
@@ -205,7 +219,7 @@ def _draw_by_step(axes: Axes, result: DPStepResult, column: str, scale: float = 
         axes.plot(rows["step"], middle, color=DARK, linewidth=1.8, label="running median")
         axes.legend(frameon=False, labelcolor=INK, fontsize=9)
     axes.set(xlabel="step")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return True
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
+from matplotlib.lines import Line2D
 
 from psgrad.reports.drawing import Plot
 from psgrad.reports.privacy_plots import (
@@ -70,18 +71,26 @@ def test_an_infinite_epsilon_is_told_in_words() -> None:
     assert plot.png().startswith(b"\x89PNG")
 
 
-def test_a_plan_has_a_named_line_a_multiplier() -> None:
-    axes = axes_of(epsilon_by_multiplier(private_runs.plan()))
-    assert len(axes.lines) == 5
+def lines_of(axes: Axes) -> list[Line2D]:
+    """The curves, without marks and what is there for the legend."""
+    return [line for line in axes.lines if len(np.atleast_1d(line.get_xdata())) > 2]
+
+
+def test_a_plan_has_a_named_line_a_multiplier_and_its_final_bound() -> None:
+    plan = private_runs.plan()
+    axes = axes_of(epsilon_by_multiplier(plan))
+    assert len(lines_of(axes)) == 5
+    ends = [line.get_data() for line in axes.lines if line.get_marker() == "D" and len(np.atleast_1d(line.get_xdata())) == 1]
+    assert [(int(steps[0]), float(spent[0])) for steps, spent in ends] == [(300, row.epsilon_pld) for row in plan.rows]  # type: ignore[index]
     names = [text.get_text().strip() for text in axes.texts]
     assert sorted(names) == sorted(
-        ["multiplier 0.55: 5.455", "multiplier 0.8: 3.75", "multiplier 1.1: 2.728", "multiplier 1.5: 2", "multiplier 2.2: 1.364"]
+        ["multiplier 0.55: 4.91", "multiplier 0.8: 3.375", "multiplier 1.1: 2.455", "multiplier 1.5: 1.8", "multiplier 2.2: 1.228"]
     )
 
 
 def test_names_of_close_lines_do_not_overlap() -> None:
     plan = private_runs.plan()
-    close = [replace(row, curve=private_runs.curve(3 + 1e-3 * index)) for index, row in enumerate(plan.rows)]
+    close = [replace(row, epsilon_pld=3 + 1e-3 * index) for index, row in enumerate(plan.rows)]
     plot = epsilon_by_multiplier(replace(plan, rows=close))
     plot.png()
     heights = sorted(text.get_window_extent().y0 for text in axes_of(plot).texts)
@@ -90,7 +99,7 @@ def test_names_of_close_lines_do_not_overlap() -> None:
 
 
 def test_lines_stay_apart_in_grey_and_the_configured_one_is_orange() -> None:
-    lines = axes_of(epsilon_by_multiplier(private_runs.plan())).lines
+    lines = lines_of(axes_of(epsilon_by_multiplier(private_runs.plan())))
     colours = [str(line.get_color()) for line in lines]
     assert colours[2] == "#d9640f"
     others = sorted(luminance(colour) for colour in colours if colour != "#d9640f")
