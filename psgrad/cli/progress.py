@@ -104,8 +104,8 @@ class BarDisplay:
             self._end_phase()
             self._task = self._bars.add_task(progress.phase, total=None, completed=progress.done)
             self._phase = progress.phase
-        words = {"unit": progress.unit, "detail": progress.detail}
-        self._bars.update(self._task, completed=progress.done, total=progress.total or None, **words)
+        total = progress.total or None
+        self._bars.update(self._task, completed=progress.done, total=total, unit=progress.unit, detail=progress.detail)
 
     def __enter__(self) -> BarDisplay:
         self._bars.start()

@@ -24,6 +24,7 @@ STEP_COLUMNS = (
 STEP_KEYS = (
     "format",
     "versions",
+    "guarantee",
     "steps",
     "planned_steps",
     "epsilon_rdp",
@@ -67,9 +68,10 @@ class DPStepResult:
     whose norm was above its bound, `nonfinite` the records left out); `norms` [n], the gradient norms of the records of the latest
     steps, before clipping, and `bound`, what they were clipped to (of one group; None where there are several).
 
-    In `step`, epsilons are floats, or None where there is none to state; `why_not` then has the reason under the same key.
-    `noise_multiplier`, `sensitivity` and `noise_std` (their product, the standard deviation on the sum) are those of the latest step.
-    `unit` is a sentence's part: "one row", "all rows of one user". `trainable` counts {"parameters", "tensors", "of_parameters"}.
+    In `step`, `guarantee` says in a sentence what is promised. Epsilons are floats, or None where there is none to state; `why_not` then
+    has the reason under the same key. `noise_multiplier` is what the latest step is accounted with; `noise_std`, its noise's standard
+    deviation on the sum, is this times `sensitivity`, and more where the bound adapts. `unit` is a part of a sentence: "one row".
+    `trainable` counts {"parameters", "tensors", "of_parameters"}.
     """
 
     step: dict[str, Any]

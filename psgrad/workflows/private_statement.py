@@ -14,6 +14,7 @@ from psgrad.engine.privacy.accounting import Epsilon, StepEvent, epsilon_pld, ep
 from psgrad.engine.privacy.generators import Generator
 from psgrad.engine.privacy.snapshot import tensors_of
 from psgrad.engine.privacy.step import PrivateTraining
+from psgrad.reports.privacy import guarantee
 from psgrad.results import STEP_KEYS
 from psgrad.storage import Ledger
 from psgrad.workflows.private_setup import PrivateSetup, planned_events, schedule_of, unit_in_words
@@ -113,6 +114,7 @@ class Statement:
         step = {
             "format": _STEP_FORMAT,
             "versions": software(),
+            "guarantee": None,  # said below, of the rest
             "steps": len(lines),
             "planned_steps": privacy.steps,
             "epsilon_rdp": rdp.value,
@@ -143,7 +145,7 @@ class Statement:
             "model_sha256": model_sha256,
         }
         assert tuple(step) == STEP_KEYS
-        return step
+        return {**step, "guarantee": guarantee(step)}
 
     def _before_any_step(self) -> dict[str, float]:
         privacy = self.setup.privacy
