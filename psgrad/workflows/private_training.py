@@ -85,6 +85,7 @@ def dp_step(
     optimizer = make_optimizer(privacy.optimizer.name, privacy.optimizer.kwargs, setup.parameters.values())
     if before is None:
         folder = PrivateRunFolder.create(config.output, overwrite)
+        folder.write_manifest({**facts, "state": "running"})  # before the ledger: who resumes must know the data again
         snapshot = None
     else:
         require_same_data(folder, setup)
