@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import safetensors
+from torch import Tensor
 
 from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError
@@ -27,19 +28,19 @@ from psgrad.inputs.samples import (
 
 
 class ArraySamples(Samples):
-    """Columns that can be sliced: arrays in memory, or slices of a file that are read when they are asked for."""
+    """Columns that can be indexed: arrays in memory, or tensors mapped from a file, whose rows are read when they are asked for."""
 
     def __init__(self, columns: dict[str, Any], config: DataConfig, path: Path, unit: str | None = None) -> None:
         self._columns = columns
         self._inputs = input_names(config)
         self._target = config.target
-        shapes = {name: _shape(column) for name, column in columns.items()}
+        shapes = {name: tuple(column.shape) for name, column in columns.items()}
         count = _common_length(shapes, path)
         for name in (config.id, unit):
             if name is not None and len(shapes[name]) != 1:
                 raise DataError(f"the ids {name!r} in {path} have the shape {list(shapes[name])}", expected="one per row")
-        ids = row_numbers(count) if config.id is None else unique_ids(_decoded(np.asarray(columns[config.id][:])), config.id)
-        units = None if unit is None else unit_ids(_decoded(np.asarray(columns[unit][:])), unit)
+        ids = row_numbers(count) if config.id is None else unique_ids(_decoded(columns[config.id]), config.id)
+        units = None if unit is None else unit_ids(_decoded(columns[unit]), unit)
         scalar_targets = config.target is not None and len(shapes[config.target]) == 1
         targets = to_tensor(columns[config.target][:], config.target).numpy() if config.target is not None and scalar_targets else None
         super().__init__(ids, targets, sha256_of(path), units)
@@ -50,8 +51,6 @@ class ArraySamples(Samples):
         return Block(inputs, None if self._target is None else to_tensor(self._columns[self._target][start:stop], self._target))
 
     def take(self, rows: Array) -> Block:
-        if not all(isinstance(self._columns[name], np.ndarray) for name in (*self._inputs, self._target) if name is not None):
-            return super().take(rows)  # a slice of a file knows neighbours alone
         rows = self._existing(rows)
         inputs = tuple(to_tensor(self._columns[name][rows], name) for name in self._inputs)
         return Block(inputs, None if self._target is None else to_tensor(self._columns[self._target][rows], self._target))
@@ -90,10 +89,7 @@ def load_safetensors(path: Path, config: DataConfig, unit: str | None = None) ->
     try:
         file: Any = safetensors.safe_open(path, framework="pt", device="cpu")
         require_columns(named_columns(config, unit), sorted(file.keys()), str(path))
-        columns = {name: file.get_slice(name) for name in named_columns(config, unit)}
-        for name in (config.id, unit):
-            if name is not None:
-                columns[name] = file.get_tensor(name).numpy()
+        columns = {name: file.get_tensor(name) for name in named_columns(config, unit)}  # mapped: nothing is read yet
     except ConfigError:
         raise
     except Exception as error:
@@ -101,10 +97,6 @@ def load_safetensors(path: Path, config: DataConfig, unit: str | None = None) ->
             f"{path} is damaged: {error}", expected="a whole safetensors file", cause="an interrupted copy or download"
         ) from error
     return ArraySamples(columns, config, path, unit)
-
-
-def _shape(column: Any) -> tuple[int, ...]:
-    return tuple(column.shape if hasattr(column, "shape") else column.get_shape())
 
 
 def _common_length(shapes: dict[str, tuple[int, ...]], path: Path) -> int:
@@ -120,5 +112,8 @@ def _common_length(shapes: dict[str, tuple[int, ...]], path: Path) -> int:
     return count
 
 
-def _decoded(values: Array) -> Array:
+def _decoded(values: Array | Tensor) -> Array:
+    """Ids as numpy has them; those in bfloat16, which it has not, are told as the fractions that they are."""
+    if isinstance(values, Tensor):
+        return (values.float() if values.is_floating_point() else values).numpy()
     return np.char.decode(values, "utf-8") if values.dtype.kind == "S" else values

@@ -6,9 +6,9 @@ import csv
 import errno
 import tempfile
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -104,6 +104,24 @@ class TableSamples(Samples):
         return array
 
 
+class _MappedTable:
+    """Parts of a table, written one after another into a file in the temporary folder, which the system pages in and out."""
+
+    def __init__(self, schema: pa.Schema, parts: Iterable[pa.Table]) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="psgrad-")  # removed with this object
+        file = Path(self._folder.name) / "table.arrow"
+        with pa.ipc.new_file(str(file), schema) as writer:
+            for part in parts:
+                writer.write_table(part)
+        self.table = pa.ipc.open_file(pa.memory_map(str(file))).read_all()
+
+    def read(self, start: int, stop: int) -> pa.Table:
+        return self.table.slice(start, stop - start)
+
+    def take(self, rows: Array) -> pa.Table:
+        return pa.concat_tables([self.read(start, stop) for start, stop in runs(rows)])
+
+
 # Arrow to numpy -------------------------------------------------------------------------------------------------------------------
 
 
@@ -182,6 +200,7 @@ class _ParquetRows:
         sizes = (file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))
         self._starts = [0, *accumulate(sizes)]
         self._held: tuple[int, pa.Table] | None = None
+        self._mapped: _MappedTable | None = None
 
     def read(self, start: int, stop: int) -> pa.Table:
         first, last = bisect_right(self._starts, start) - 1, bisect_right(self._starts, stop - 1) - 1
@@ -192,10 +211,15 @@ class _ParquetRows:
         return pa.concat_tables(parts)
 
     def take(self, rows: Array) -> pa.Table:
-        edges = np.searchsorted(rows, self._starts)
-        groups = [group for group, (first, last) in enumerate(pairwise(edges)) if first < last]
-        # A copy of each group's rows: a slice would keep the whole group.
-        return pa.concat_tables([self._group(g).take(pa.array(rows[edges[g] : edges[g + 1]] - self._starts[g])) for g in groups])
+        """Rows from all over the file would have each row group read anew every time: the first time makes a mapped table of them."""
+        if self._file.num_row_groups == 1:
+            return self._group(0).take(pa.array(rows))
+        if self._mapped is None:
+            with _damage_told(self._path, "parquet"):
+                groups = map(_without_categories, map(self._group, range(self._file.num_row_groups)))
+                first = next(groups)
+                self._mapped = _MappedTable(first.schema, chain([first], groups))
+        return self._mapped.take(rows)
 
     def column(self, name: str) -> pa.ChunkedArray:
         with _damage_told(self._path, "parquet"):
@@ -207,6 +231,11 @@ class _ParquetRows:
             with _damage_told(self._path, "parquet"):
                 self._held = group, self._file.read_row_group(group, columns=self._columns)
         return self._held[1]
+
+
+def _without_categories(table: pa.Table) -> pa.Table:
+    """Row groups have dictionaries of their own, of which a file of one table takes only one."""
+    return pa.table({name: _plain(table.column(name)) for name in table.column_names})
 
 
 @contextmanager
@@ -250,23 +279,21 @@ def load_csv(path: Path, config: DataConfig, unit: str | None = None) -> Samples
 class _CsvRows:
     def __init__(self, path: Path, header: list[str], kinds: dict[str, pa.DataType]) -> None:
         self.schema = pa.schema(list(kinds.items()))
-        self._folder = tempfile.TemporaryDirectory(prefix="psgrad-")  # removed with this object
-        converted = Path(self._folder.name) / "table.arrow"
-        with pa.ipc.new_file(str(converted), self.schema) as writer:
-            for block in _text_blocks(path, header, list(kinds)):
-                arrays = [_trimmed(block.column(name)).cast(kind) for name, kind in kinds.items()]
-                writer.write_batch(pa.record_batch(arrays, schema=self.schema))
-        self._table = pa.ipc.open_file(pa.memory_map(str(converted))).read_all()
-        self.count = self._table.num_rows
+        self._mapped = _MappedTable(self.schema, (self._converted(block, kinds) for block in _text_blocks(path, header, list(kinds))))
+        self.count = self._mapped.table.num_rows
+
+    def _converted(self, block: pa.RecordBatch, kinds: dict[str, pa.DataType]) -> pa.Table:
+        arrays = [_trimmed(block.column(name)).cast(kind) for name, kind in kinds.items()]
+        return pa.Table.from_arrays(arrays, schema=self.schema)
 
     def read(self, start: int, stop: int) -> pa.Table:
-        return self._table.slice(start, stop - start)
+        return self._mapped.read(start, stop)
 
     def take(self, rows: Array) -> pa.Table:
-        return pa.concat_tables([self.read(start, stop) for start, stop in runs(rows)])  # of a table that is mapped, not read
+        return self._mapped.take(rows)
 
     def column(self, name: str) -> pa.ChunkedArray:
-        return self._table.column(name)
+        return self._mapped.table.column(name)
 
 
 def _header(path: Path) -> list[str]:

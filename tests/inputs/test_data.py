@@ -254,6 +254,15 @@ def test_each_row_group_is_read_once_and_not_kept(tmp_path: Path, monkeypatch: p
     assert pa.total_allocated_bytes() - before < 2 * 4_000 * 8  # one group that is held, and eight numbers
 
 
+def test_rows_are_taken_from_row_groups_with_categories_of_their_own(tmp_path: Path) -> None:
+    table = pa.table({"v": [[1.0], [2.0], [3.0], [4.0]], "y": pa.array([7, 8, 9, 7]).dictionary_encode()})
+    pq.write_table(table, tmp_path / "data.parquet", row_group_size=1)
+    block = load(tmp_path, "data.parquet", inputs="v", target="y").take(np.array([3, 1, 2]))
+    assert block.inputs[0].tolist() == [[4], [2], [3]]
+    assert block.target is not None
+    assert block.target.tolist() == [7, 8, 9]
+
+
 def test_a_taken_row_at_fault_is_told_with_its_number(tmp_path: Path) -> None:
     samples = load(tmp_path, write_parquet(tmp_path, {"v": [[1, 2], [3, 4], [5, 6], [7, 8], [9]]}, 2), inputs="v")
     assert samples.take(np.array([3, 0, 3])).inputs[0].tolist() == [[7, 8], [1, 2], [7, 8]]
@@ -421,6 +430,9 @@ def test_ids_that_are_missing_or_no_ids(tmp_path: Path) -> None:
     name = write_parquet(tmp_path, {"x": [1.0, 2.0], "id": ["a", None], "price": [1.5, 2.5]})
     assert "the id in row 1 of 'id' is missing" in error(tmp_path, name, inputs="x", id="id")
     assert "the ids in 'price' are of type float" in error(tmp_path, name, inputs="x", id="price")
+    for kind in (torch.float64, torch.bfloat16):
+        save_file({"x": torch.zeros(2), "id": torch.arange(2, dtype=kind)}, tmp_path / "data.safetensors")
+        assert "the ids in 'id' are of type float" in error(tmp_path, "data.safetensors", inputs="x", id="id")
     name = write_npz(tmp_path, x=np.zeros(2), id=np.zeros((2, 2), dtype=int))
     assert "the ids 'id' in " in error(tmp_path, name, inputs="x", id="id")
 
