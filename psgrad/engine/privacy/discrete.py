@@ -177,21 +177,17 @@ def exact_exceeds(prefix: int, bits: int, bound: Fraction, generator: Generator)
 def _refine(prefix: int, bits: int, decide: Callable[[Decimal, Decimal, Context], _Found | None], generator: Generator) -> _Found:
     """What `decide` makes of bounds of E = -ln U, which are drawn closer, 64 bits of U at a time, until it knows.
 
-    The bounds hold: division and ln round correctly (libmpdec), so that each is off by less than 10^(1 - digits) of 1 + its size; the
-    margin is a thousand times that, and covers a further product.
+    U is between k / 2^bits and (k + 1) / 2^bits, so that E is at least -ln of the latter, and at most 1 / k more than that. The logarithm
+    and the quotients round correctly (libmpdec), so that each is off by less than 10^(1 - digits) of 1 + its size; the margin is a thousand
+    times that, and covers a further product.
     """
     while True:
         context = Context(prec=20 + bits // 3)
-        unit = Decimal(1 << bits)
-
-        def end(numerator: int, sign: int, context: Context = context, unit: Decimal = unit) -> Decimal:
-            if numerator == 0:
-                return Decimal("Infinity")
-            value = context.minus(context.ln(context.divide(Decimal(numerator), unit)))
-            margin = context.scaleb(context.add(context.abs(value), Decimal(1)), 4 - context.prec)
-            return context.max(context.add(value, margin.copy_sign(Decimal(sign))), Decimal(0))
-
-        found = decide(end(prefix + 1, -1), end(prefix, +1), context)
+        low = context.minus(context.ln(context.divide(Decimal(prefix + 1), Decimal(1 << bits))))
+        margin = context.scaleb(context.add(low, Decimal(2)), 4 - context.prec)
+        wide = context.divide(Decimal(1), Decimal(prefix)) if prefix else Decimal("Infinity")
+        high = context.add(context.add(low, wide), margin)
+        found = decide(context.max(context.subtract(low, margin), Decimal(0)), high, context)
         if found is not None:
             return found
         prefix, bits = (prefix << 64) | int(generator.uint64(1)[0]), bits + 64

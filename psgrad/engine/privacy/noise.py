@@ -76,7 +76,8 @@ class Noise:
     def _continuous(self, value: Tensor, deviation: float, generator: Generator) -> Tensor:
         if not self.multiplier:
             return value.clone()
-        return generator.normal(value.shape, value.dtype, value.device).mul_(deviation).add_(value)
+        drawn = generator.normal(value.shape, value.dtype, value.device)
+        return torch.add(value, drawn, alpha=deviation, out=drawn)
 
     def _discrete(self, value: Tensor, sigma: float, grid: float, generator: Generator) -> Tensor:
         if self.multiplier:

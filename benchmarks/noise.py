@@ -1,0 +1,172 @@
+"""What secure noise costs: normals by each generator, and the share of a private step that goes into them.
+
+    python benchmarks/noise.py [--parameters 10000000] [--rounds 11] [--json FILE]
+
+Two contests, whose ways take turns in every round:
+
+    normals      so many float32 normals in new memory: psgrad's default generator (AES-256 in counter mode), its `torch` opt-out,
+                 torch.randn, and, where randomgen is installed, its AES and ChaCha generators
+    step         a perceptron of about so many parameters, a batch of 256: the ordinary step of SGD, the private one (clip, noise, SGD),
+                 the same without noise, and the noise by itself. Records are not drawn, and rows not fetched
+
+Apart from both, nanoseconds of processor time a draw of the discrete Gaussian, which is one thread's work, for standard deviations of 1 to
+10^12 steps of the grid.
+
+The bar: the noise is at most a quarter of the private step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from models import mlp
+from norms import Timing, machine, time_in_turn
+
+from psgrad.engine.objective import Objective
+from psgrad.engine.privacy.clipping import Clipping
+from psgrad.engine.privacy.discrete import discrete_gaussian
+from psgrad.engine.privacy.generators import make_generator
+from psgrad.engine.privacy.noise import Noise
+from psgrad.engine.privacy.source import batch_source
+
+CPU = torch.device("cpu")
+# What the noise may be of the whole step.
+BAR = 0.25
+BATCH = 256
+CLASSES, INPUTS = 10, 784
+DEVIATIONS = (1.0, 1e3, 1e6, 2.0**31, 1e12)
+DRAWS = 100_000
+
+
+def generators(count: int) -> dict[str, Callable[[], Any]]:
+    """Ways to `count` float32 normals; torch.randn is the plain one."""
+    aes, fast = make_generator("aes"), make_generator("torch")
+    ways: dict[str, Callable[[], Any]] = {
+        "plain": lambda: torch.randn(count),
+        "psgrad aes": lambda: aes.normal((count,)),
+        "psgrad torch": lambda: fast.normal((count,)),
+    }
+    try:
+        import numpy as np
+        from randomgen import AESCounter, ChaCha
+    except ImportError:
+        return ways
+    for name, bits in (("randomgen aes", AESCounter()), ("randomgen chacha", ChaCha())):
+        drawn = np.random.Generator(bits)
+        ways[name] = lambda drawn=drawn: drawn.standard_normal(count, dtype=np.float32)
+    return ways
+
+
+def hidden_width(parameters: int) -> int:
+    """Of a perceptron with two hidden layers of the same width w and about so many parameters: w^2 + (784 + 10) w of them."""
+    half = (INPUTS + CLASSES) / 2
+    return max(1, round((half**2 + parameters) ** 0.5 - half))
+
+
+def steps(parameters: int) -> tuple[dict[str, Callable[[], Any]], int]:
+    """The ways of the second contest, and how many parameters there are."""
+    torch.manual_seed(0)
+    width = hidden_width(parameters)
+    model = mlp((INPUTS, width, width, CLASSES))
+    inputs, target = torch.randn(BATCH, INPUTS), torch.randint(CLASSES, (BATCH,))
+    objective = Objective(model, F.cross_entropy)
+    trained = dict(model.named_parameters())
+    optimizer = torch.optim.SGD(trained.values(), lr=1e-6)
+    clipping, generator = Clipping.flat(trained, 1.0), make_generator("aes")
+    source = batch_source(objective.loss, objective.params, (inputs,), target, has_aux=True)
+    sums = source(clipping).sums
+
+    def plain() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), target).backward()
+        optimizer.step()
+
+    def private(multiplier: float) -> None:
+        noisy = Noise(multiplier).add(source(clipping).sums, clipping, "add_or_remove_one", generator)
+        for name, parameter in trained.items():
+            parameter.grad = noisy[name].div_(BATCH)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    ways: dict[str, Callable[[], Any]] = {
+        "plain": plain,
+        "private": lambda: private(1.0),
+        "without noise": lambda: private(0.0),
+        "noise": lambda: Noise(1.0).add(sums, clipping, "add_or_remove_one", generator),
+    }
+    return ways, sum(parameter.numel() for parameter in trained.values())
+
+
+def discrete(rounds: int, count: int) -> dict[str, float]:
+    """Standard deviation to nanoseconds of processor time a draw, the median over the rounds."""
+    generator = make_generator("aes")
+    found: dict[str, list[float]] = {f"{deviation:g}": [] for deviation in DEVIATIONS}
+    for _ in range(rounds):
+        for deviation, taken in zip(DEVIATIONS, found.values(), strict=True):
+            start = time.thread_time()
+            discrete_gaussian(count, deviation, generator)
+            taken.append(1e9 * (time.thread_time() - start) / count)
+    return {name: float(torch.tensor(taken).median()) for name, taken in found.items()}
+
+
+def share(timings: dict[str, Timing]) -> float:
+    """How much of the private step is noise."""
+    return timings["noise"].median / timings["private"].median
+
+
+def print_table(title: str, timings: dict[str, Timing]) -> None:
+    print(f"\n{title}\n  {'':<18}{'median':>10}{'quartiles':>20}{'x plain':>10}")
+    for name, timing in timings.items():
+        quartiles = f"{1e3 * timing.lower_quartile:.1f} .. {1e3 * timing.upper_quartile:.1f}"
+        print(f"  {name:<18}{1e3 * timing.median:>7.1f} ms{quartiles:>20}{timing.ratio:>10.2f}", flush=True)
+
+
+def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Time secure noise, by itself and as a part of a private step.")
+    parser.add_argument("--parameters", type=int, default=10_000_000, help="about so many (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=11, help="timings of each way (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
+    return parser.parse_args(words)
+
+
+def main(words: list[str] | None = None) -> None:
+    arguments = parse_arguments(words)
+    facts = machine(CPU)
+    print(", ".join(f"{name} {value}" for name, value in facts.items()) + f", {arguments.rounds} rounds")
+
+    normals = time_in_turn(generators(arguments.parameters), arguments.rounds, CPU)
+    print_table(f"{arguments.parameters} normals (plain: torch.randn)", normals)
+    ways, parameters = steps(arguments.parameters)
+    step = time_in_turn(ways, arguments.rounds, CPU)
+    print_table(f"a step of {parameters} parameters, a batch of {BATCH}", step)
+    print(f"  noise is {share(step):.0%} of the private step; at most {BAR:.0%}: {'pass' if share(step) <= BAR else 'FAIL'}")
+    draws = discrete(arguments.rounds, DRAWS)
+    print("\ndiscrete Gaussian: " + ", ".join(f"sigma {name}: {taken:.0f} ns" for name, taken in draws.items()))
+
+    if arguments.json is not None:
+        content = {
+            "machine": facts,
+            "rounds": arguments.rounds,
+            "normals": {"count": arguments.parameters, "seconds": {name: asdict(timing) for name, timing in normals.items()}},
+            "step": {
+                "parameters": parameters,
+                "batch": BATCH,
+                "seconds": {name: asdict(timing) for name, timing in step.items()},
+                "share": share(step),
+                "bar": BAR,
+            },
+            "discrete": {"draws": DRAWS, "nanoseconds": draws},
+        }
+        arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
