@@ -8,6 +8,7 @@ import typer
 
 from psgrad import __version__
 from psgrad.cli.analyze import analyze
+from psgrad.cli.dp_audit import dp_audit
 from psgrad.cli.dp_step import dp_step
 from psgrad.cli.ops import ops
 from psgrad.cli.plan import plan
@@ -24,6 +25,7 @@ app = typer.Typer(
 app.command()(analyze)
 app.command()(plan)
 app.command("dp-step")(dp_step)
+app.command("dp-audit")(dp_audit)
 app.command()(ops)
 
 

@@ -8,6 +8,10 @@ from psgrad.results.analyze import disagrees as disagrees
 from psgrad.results.analyze import has_classes as has_classes
 from psgrad.results.analyze import rank_samples as rank_samples
 from psgrad.results.analyze import top_samples as top_samples
+from psgrad.results.audit import AuditBound as AuditBound
+from psgrad.results.audit import DPAuditResult as DPAuditResult
+from psgrad.results.audit import NeighbourPair as NeighbourPair
+from psgrad.results.audit import NoiseAudit as NoiseAudit
 from psgrad.results.planning import ParameterPlan as ParameterPlan
 from psgrad.results.planning import PlanResult as PlanResult
 from psgrad.results.privacy import STEP_COLUMNS as STEP_COLUMNS

@@ -1,8 +1,9 @@
 """Each command's whole way, from a config to a run folder. The command line and the Python API both call these."""
 
 from psgrad.workflows.analysis import analyze
+from psgrad.workflows.auditing import dp_audit
 from psgrad.workflows.foretelling import plan
 from psgrad.workflows.private_planning import dp_plan
 from psgrad.workflows.private_training import dp_step
 
-__all__ = ["analyze", "dp_plan", "dp_step", "plan"]
+__all__ = ["analyze", "dp_audit", "dp_plan", "dp_step", "plan"]

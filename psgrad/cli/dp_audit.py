@@ -1,0 +1,77 @@
+"""`psgrad dp-audit`: whether private steps keep their promise, as far as an attack can tell."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from psgrad.cli.boundary import boundary
+from psgrad.cli.options import ConfigPath, Debug, Overwrite, Settings, read_config
+from psgrad.cli.progress import progress_display
+from psgrad.errors import EXIT_GATE_FAILED
+
+CanaryCount = Annotated[
+    int | None,
+    typer.Option("--canaries", metavar="N", min=1, help="Records with planted gradients. Left out: up to 5,000, as there is room."),
+]
+Steps = Annotated[
+    int | None,
+    typer.Option("--steps", metavar="N", min=1, help="Planned steps to audit. Left out: until canaries are drawn about twice."),
+]
+Confidence = Annotated[
+    float, typer.Option("--confidence", metavar="P", help="Of the lower bound; a correct run passes with at least this.")
+]
+CanariesOnly = Annotated[
+    bool, typer.Option("--canaries-only", help="Leave the dataset's records out: faster, and the result may be published.")
+]
+AuditOutput = Annotated[
+    Path | None,
+    typer.Option("--output", metavar="DIR", help="Folder of the audit, instead of the config's `output`-audit."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object in place of the tables.")]
+
+
+def dp_audit(
+    config: ConfigPath,
+    canaries: CanaryCount = None,
+    steps: Steps = None,
+    confidence: Confidence = 0.95,
+    canaries_only: CanariesOnly = False,
+    output: AuditOutput = None,
+    overwrite: Overwrite = False,
+    settings: Settings = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Attack the steps that a config describes: a lower bound on epsilon beside the accounted one, the noise, the true sensitivity.
+
+    Takes the config's private steps with canaries, records with planted gradients that are in by the toss of a coin, and guesses the
+    coins; then takes one step on neighbouring datasets with the same random numbers. Trains nothing, spends nothing, and leaves a run
+    in the config's output alone. Exit code 1 where the declared guarantee is contradicted.
+    """
+    with boundary(debug):
+        resolved = read_config(config, settings, None)
+        from psgrad import workflows
+        from psgrad.reports.auditing import PRIVATE_WARNING, write_audit
+
+        with progress_display() as progress:
+            result = workflows.dp_audit(
+                resolved,
+                canaries=canaries,
+                steps=steps,
+                confidence=confidence,
+                canaries_only=canaries_only,
+                output=output,
+                overwrite=overwrite,
+                progress=progress,
+            )
+        for note in result.notes:
+            typer.echo(note, err=True)
+        if result.records:
+            typer.echo(PRIVATE_WARNING, err=True)
+        write_audit(result, "json" if as_json else "terminal", sys.stdout)
+        if result.violations:
+            raise typer.Exit(EXIT_GATE_FAILED)

@@ -1,0 +1,179 @@
+"""A drawn batch and its neighbours, for an audit: one record more, less or another, and records whose numbers are none."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from psgrad.engine.gradients.loading import Batch
+from psgrad.engine.privacy.audit import record_replay
+from psgrad.engine.privacy.generators import make_generator
+from psgrad.engine.privacy.records import RecordBatch, RecordReader, Records
+from psgrad.engine.privacy.source import GradientSource
+from psgrad.engine.privacy.step import NoisySum, PrivateTraining
+from psgrad.results import NeighbourPair
+from psgrad.workflows.private_setup import PrivateSetup
+from psgrad.workflows.private_statement import Statement, ledger_header
+from psgrad.workflows.setup import draws_at_random
+
+# A batch of so many records at most: neighbours differ by one record in any batch.
+_MOST_RECORDS = 256
+# Records that are taken out or exchanged, besides the longest one.
+_MORE = 2
+# What the inputs of a record that should have no say are multiplied by.
+_MONSTERS = {"NaN": math.nan, "infinite": math.inf, "1e30 times as large": 1e30}
+
+
+@dataclass(frozen=True)
+class _Neighbours:
+    """Two batches, each as (setup, record numbers), and how they differ."""
+
+    pair: str
+    first: np.ndarray
+    second: np.ndarray
+    records: int  # of the second one's dataset
+
+
+def audited_pairs(setup: PrivateSetup, base: float) -> tuple[list[NeighbourPair], list[str]]:
+    """(what a step on a drawn batch and on each of its neighbours gave, with the same random numbers; what was left out, and why)."""
+    if draws_at_random(setup.run.first_output, setup.run.model, setup.run.device):
+        return [], ["no neighbours were compared: the model draws at random in train mode, so that no two passes are the same"]
+    notes = []
+    if setup.privacy.augmentation is not None:
+        notes.append("neighbours were compared without augmentation, which draws random numbers of its own")
+    if not has_floats(setup):
+        notes.append("no record that is not finite was among the neighbours: no input of the dataset is floating point")
+    mixed = with_monsters(setup)
+    batch = setup.sampling.draw(len(setup.records), make_generator(setup.privacy.noise.generator))[:_MOST_RECORDS]
+    return [_compared(setup, mixed, base, neighbours) for neighbours in _neighbours(setup, mixed, batch)], notes
+
+
+def with_monsters(setup: PrivateSetup) -> PrivateSetup:
+    """The setup with a record more for each of _MONSTERS: the first record with inputs that are no numbers to compute with.
+
+    A dataset without floating-point inputs has no such records.
+    """
+    records, rows = setup.records, len(setup.run.samples)
+    monsters = list(_MONSTERS.values()) if has_floats(setup) else []
+
+    def take(wanted: np.ndarray) -> Batch:
+        kind, row = np.divmod(wanted, rows)
+        block = setup.run.reader.take(row)
+        factors = np.array([1.0, *monsters])[kind]
+        return RecordBatch(tuple(_times(x, factors) for x in block.inputs), block.target)
+
+    own = records.rows_of(0)
+    order = np.concatenate([records.rows_of_each(np.arange(len(records))), *(own + rows * kind for kind in range(1, len(monsters) + 1))])
+    sizes = np.concatenate([records.sizes, np.full(len(monsters), len(own))])
+    unit = setup.privacy.unit
+    reader = RecordReader(Records(order, np.cumsum(sizes) - sizes, sizes), take, combine="mean" if unit is None else unit.combine)
+    loss = reader.loss_of(setup.run.objective.loss, randomness=setup.run.randomness)
+    stream = setup.run.stream(lambda _: None, loss, reader)
+    return dataclasses.replace(setup, records=reader.records, reader=reader, stream=stream)
+
+
+def has_floats(setup: PrivateSetup) -> bool:
+    """Whether some input of a row is floating point."""
+    return any(x.is_floating_point() for x in setup.run.samples.read(0, 1).inputs)
+
+
+def _times(x: Tensor, factors: np.ndarray) -> Tensor:
+    """[n, ...]: each row times its factor; numbers that are none become so where the row was zero, too."""
+    if not x.is_floating_point():
+        return x
+    each = torch.from_numpy(factors).to(x.dtype).reshape(-1, *(1,) * (x.dim() - 1))
+    return torch.where(each.isfinite(), x * torch.where(each.isfinite(), each, 1), each)
+
+
+def _neighbours(setup: PrivateSetup, mixed: PrivateSetup, batch: np.ndarray) -> Iterator[_Neighbours]:
+    """The neighbours of a batch, as the relation has them."""
+    count = len(setup.records)
+    monsters = dict(zip(_MONSTERS, range(count, len(mixed.records)), strict=False))
+    outside = np.setdiff1d(np.arange(count), batch)
+    chosen = _chosen(setup, mixed, batch)
+    if setup.privacy.relation == "replace_one":
+        others = dict(zip(("another", "one more of the others"), outside[:2], strict=False)) | monsters
+        for name, other in others.items():
+            for place, which in chosen.items():
+                yield _Neighbours(f"{which} becomes {name}", batch, _sorted(batch[batch != place], other), count)
+        if len(batch) and len(outside):
+            yield _Neighbours("a batch of one record becomes another", batch[:1], outside[:1], count)
+        return
+    more = 0 if setup.privacy.relation == "zero_out" else 1
+    for place, which in chosen.items():
+        yield _Neighbours(f"{which} goes", batch, batch[batch != place], count - more)
+    if len(outside):
+        yield _Neighbours("a record comes", batch, _sorted(batch, outside[0]), count + more)
+    for name, monster in monsters.items():
+        yield _Neighbours(f"a record comes whose inputs are {name}", batch, _sorted(batch, monster), count + more)
+    yield _Neighbours("a record comes into an empty batch", batch[:0], np.array([batch[0] if len(batch) else 0]), count + more)
+
+
+def _chosen(setup: PrivateSetup, mixed: PrivateSetup, batch: np.ndarray) -> dict[int, str]:
+    """Records of a batch to take out: the one with the longest gradient, and a few more."""
+    if not len(batch):
+        return {}
+    norms = mixed.source(batch)(setup.clipping).records.norms
+    longest = int(mixed.reader.drawn[int(norms.nan_to_num(nan=-1.0).argmax())])
+    rest = [int(record) for record in batch if record != longest][:_MORE]
+    return {longest: "the record with the longest gradient"} | {record: f"record {record}" for record in rest}
+
+
+def _sorted(batch: np.ndarray, record: int) -> np.ndarray:
+    return np.sort(np.append(batch, record))
+
+
+def _compared(setup: PrivateSetup, mixed: PrivateSetup, base: float, neighbours: _Neighbours) -> NeighbourPair:
+    privacy = setup.privacy
+    generator = make_generator(privacy.noise.generator)
+    datasets = iter((len(setup.records), neighbours.records))
+
+    def public(noisy: NoisySum) -> dict[str, object]:
+        """What the ledger would say of a run and its first step on a dataset of so many records."""
+        size = next(datasets)
+        resized = dataclasses.replace(setup, records=Records.of_rows(size))
+        training = _training(resized, base, size)
+        line = Statement(resized, base, generator).ledger_line(training.event(), training)
+        return {f"the ledger's {name}": value for name, value in {**ledger_header(resized, base), **line}.items()}
+
+    found = record_replay(
+        _source(mixed, neighbours.first),
+        _source(mixed, neighbours.second),
+        setup.clipping,
+        setup.noise(base)(0),
+        privacy.relation,
+        generator,
+        pair=neighbours.pair,
+        adaptive=setup.adaptive,
+        expected_batch_size=privacy.expected_batch_size,
+        public=public,
+    )
+    return NeighbourPair(found.pair, found.distance, found.sensitivity, found.ratio, list(found.differing), found.finite, found.holds)
+
+
+def _source(mixed: PrivateSetup, records: np.ndarray) -> GradientSource:
+    """The clipped sum of these records, drawn when it is asked for: there is one source at a time."""
+    return lambda clipping: mixed.source(records)(clipping)
+
+
+def _training(setup: PrivateSetup, base: float, records: int) -> PrivateTraining:
+    make: Callable[..., torch.optim.Optimizer] = torch.optim.SGD
+    return PrivateTraining(
+        setup.parameters,
+        setup.source,
+        records,
+        clipping=setup.clipping,
+        noise=setup.noise(base),
+        sampling=setup.sampling,
+        relation=setup.privacy.relation,
+        expected_batch_size=setup.privacy.expected_batch_size,
+        optimizer=make(setup.parameters.values(), lr=0.0),
+        generator=make_generator(setup.privacy.noise.generator),
+        adaptive=setup.adaptive,
+    )

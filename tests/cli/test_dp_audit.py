@@ -1,0 +1,247 @@
+"""`psgrad dp-audit` as a user meets it: the verdict and its exit code, what is written where, mistakes planted in the run's parts."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from psgrad.engine.privacy.clipping import Clipping
+from psgrad.engine.privacy.noise import Noise
+from psgrad.workflows import auditing, neighbours
+from tests.workplace import Outcome, Workplace
+
+PRIVACY: dict[str, Any] = {
+    "steps": 12,
+    "delta": 1e-3,
+    "expected_batch_size": 24,
+    "sampling": {"scheme": "poisson", "sample_rate": 1.0},  # the accountants are at once done
+    "clipping": {"norm": 0.7},
+    "noise": {"multiplier": 1.0},
+    "optimizer": {"name": "SGD", "kwargs": {"lr": 0.1}},
+}
+HALF = {"sampling": {"scheme": "poisson", "sample_rate": 0.5}, "expected_batch_size": 12}
+TRUNCATED = {"sampling": {"scheme": "truncated_poisson", "sample_rate": 0.5, "max_batch_size": 20, "dataset_size": 24}}
+WIDE = {"factory": "model.py:mlp", "kwargs": {"hidden": 100}}  # 803 coordinates
+
+
+@pytest.fixture
+def private(workplace: Workplace) -> Workplace:
+    """A private run of the workplace's data."""
+    workplace.config |= {"model": WIDE, "privacy": json.loads(json.dumps(PRIVACY))}
+    return workplace
+
+
+def audited(workplace: Workplace, *options: str) -> Outcome:
+    (workplace.folder / "config.yaml").write_text(yaml.safe_dump(workplace.config))
+    return workplace.command("dp-audit", "config.yaml", *options)
+
+
+def as_json(workplace: Workplace, *options: str) -> dict[str, Any]:
+    outcome = audited(workplace, "--json", *options)
+    found: dict[str, Any] = json.loads(outcome.out)
+    assert outcome.code == (1 if found["violations"] else 0)
+    return found
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# -- what is right ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_an_audit_prints_the_bound_beside_the_accounted_epsilon(private: Workplace) -> None:
+    private.config["privacy"] |= HALF
+    outcome = audited(private)
+    assert outcome.code == 0, outcome.err + outcome.out
+    lines = outcome.out.splitlines()
+    assert lines[0] == "audited   4 steps with 803 canaries, records of the dataset beside them"
+    assert "differ by one record that is added or removed; a record is one row; poisson sampling" in lines[1]
+    assert "with 0.95 confidence, at delta 0.001; accounted for these steps: " in lines[2]
+    assert "(PLD)" in lines[2]
+    assert lines[4].startswith("noise     ")
+    assert "ALARM" not in lines[4]
+    assert "the record with the longest gradient goes" in outcome.out
+    assert "VIOLATION" not in outcome.out
+    assert lines[-2] == "consistent: nothing contradicts the declared guarantee, which is no proof of it"
+    assert lines[-1] == str(Path("out-audit/private/NOT_PRIVATE_audit.json"))
+    assert outcome.err.splitlines()[-1].startswith("NOT PRIVATE: the audit took single records' gradients without noise")
+    assert not (private.folder / "out").exists()
+
+
+def test_json_and_the_file_say_the_same(private: Workplace) -> None:
+    found = as_json(private)
+    assert found.pop("file") == "out-audit/private/NOT_PRIVATE_audit.json"
+    assert (found["verdict"], found["violations"], found["canaries"], found["steps"], found["records"]) == ("consistent", [], 803, 1, 24)
+    assert 0 <= found["epsilon"] < found["accounted"]
+    assert found["right"] <= found["guesses"] <= 803
+    assert found["warning"].startswith("NOT PRIVATE")
+    written = json.loads((private.folder / "out-audit/private/NOT_PRIVATE_audit.json").read_text())
+    assert written["warning"].startswith("NOT PRIVATE")
+    assert {key: value for key, value in written.items() if key != "warning"} == {k: v for k, v in found.items() if k != "warning"}
+    assert list((private.folder / "out-audit").glob("public/*")) == []
+
+
+def test_neighbours_are_those_of_the_relation(private: Workplace) -> None:
+    pairs = {pair["pair"]: pair for pair in as_json(private)["pairs"]}
+    assert len(pairs) >= 6
+    for pair in pairs.values():
+        assert pair["holds"]
+        assert pair["sensitivity"] == pytest.approx(0.7)
+        assert pair["ratio"] <= 1 + 1e-5
+        assert pair["differing"] == []
+    for monster in ("NaN", "infinite"):
+        assert pairs[f"a record comes whose inputs are {monster}"]["distance"] == 0
+    assert pairs["the record with the longest gradient goes"]["ratio"] > 0.5
+
+
+def test_canaries_alone_make_a_result_that_may_be_shown(private: Workplace) -> None:
+    outcome = audited(private, "--canaries-only", "--canaries", "500", "--steps", "2", "--confidence", "0.9")
+    assert outcome.code == 0
+    assert "2 steps with 500 canaries, no records beside them" in outcome.out
+    assert "neighbours" not in outcome.out
+    assert "NOT PRIVATE" not in outcome.out + outcome.err
+    found = json.loads((private.folder / "out-audit/public/audit.json").read_text())
+    assert (found["confidence"], found["records"], found["pairs"]) == (0.9, 0, [])
+    assert "warning" not in found
+
+
+def test_a_run_in_the_output_folder_stays_as_it_is(private: Workplace) -> None:
+    (private.folder / "config.yaml").write_text(yaml.safe_dump(private.config))
+    assert private.command("dp-step", "config.yaml").code == 0
+    before = files_of(private.folder / "out")
+    assert audited(private).code == 0
+    assert files_of(private.folder / "out") == before
+    assert audited(private).code == 2  # the audit's folder is taken
+    assert audited(private, "--overwrite").code == 0
+    refused = audited(private, "--output", "out", "--overwrite")
+    assert refused.code == 2
+    assert "holds the ledger of a private run" in refused.err
+    assert files_of(private.folder / "out") == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sampling": {"scheme": "fixed", "batch_size": 12}, "expected_batch_size": 12},
+        {"relation": "replace_one"} | HALF,
+        {"relation": "zero_out", "expected_batch_size": 12} | TRUNCATED,
+        {"clipping": {"norm": 0.7, "groups": "parameter"}},
+        {"clipping": {"norm": 0.7, "adaptive": {"count_noise_multiplier": 2.0}}},
+        {"noise": {"multiplier": 1.0, "mechanism": "discrete_gaussian"}},
+        {"noise": {"multiplier": 1.0, "schedule": {"kind": "exponential", "factor": 1.1}}},
+        {"unit": {"column": "user"}},
+    ],
+    ids=["fixed", "replace", "truncated", "groups", "adaptive", "discrete", "schedule", "user"],
+)
+def test_every_kind_of_run_can_be_audited(private: Workplace, change: dict[str, Any]) -> None:
+    import numpy as np
+
+    private.save(user=np.arange(24) // 2)
+    private.config["privacy"] |= change
+    if "unit" in change:
+        private.config["privacy"] |= {"expected_batch_size": 12}
+    found = as_json(private, "--steps", "2" if "noise" in change else "1")
+    assert found["violations"] == []
+    assert found["pairs"]
+    assert all(pair["holds"] for pair in found["pairs"])
+    if change.get("relation") == "replace_one" or "fixed" in str(change):
+        assert any("becomes another" in pair["pair"] for pair in found["pairs"])
+        assert found["pairs"][0]["sensitivity"] == pytest.approx(1.4)
+    if "groups" in change.get("clipping", {}):
+        assert found["canaries"] == 400
+        assert found["reach"] < 1
+
+
+def test_integer_inputs_have_no_monsters(private: Workplace) -> None:
+    private.use_model("""\
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(9, 6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(self.table(x).mean(1))
+""")
+    private.save(x=torch.randint(9, (24, 5)).numpy())
+    outcome = audited(private, "--steps", "1")
+    assert outcome.code == 0, outcome.err
+    assert "no input of the dataset is floating point" in outcome.err
+    assert "NaN" not in outcome.out
+
+
+# -- what is wrong ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_half_the_noise_is_a_violation(private: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Noise.add
+    monkeypatch.setattr(Noise, "add", lambda self, *rest: plain(replace(self, multiplier=self.multiplier / 2), *rest))
+    outcome = audited(private, "--steps", "4")
+    assert outcome.code == 1
+    assert "VIOLATION: the declared guarantee does not hold" in outcome.out
+    assert "the noise is not as declared: spread" in outcome.out
+    noise = next(line for line in outcome.out.splitlines() if line.startswith("noise "))
+    assert float(noise.split()[1]) == pytest.approx(0.5, abs=0.05)
+
+
+def test_a_bound_that_is_not_kept_to_is_a_violation(private: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Clipping, "factors", lambda self, norms, *_, **__: torch.ones_like(norms))
+    found = as_json(private)
+    assert "canaries are told apart better than the declared steps allow" in found["violations"]
+    broken = next(pair for pair in found["pairs"] if pair["pair"] == "the record with the longest gradient goes")
+    assert not broken["holds"]
+    assert broken["ratio"] > 1
+
+
+def test_a_replayed_stream_is_a_violation(private: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = auditing.make_generator
+    monkeypatch.setattr(auditing, "make_generator", lambda kind: plain(kind, seed=3))
+    assert "the noise is not as declared: alike in two steps" in as_json(private, "--canaries-only", "--steps", "2")["violations"]
+
+
+def test_a_ledger_that_tells_the_size_of_the_dataset_is_a_violation(private: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = neighbours.ledger_header
+    monkeypatch.setattr(neighbours, "ledger_header", lambda setup, base: {**plain(setup, base), "records": len(setup.records)})
+    found = as_json(private)
+    assert any("what is published differs in the ledger's records" in violation for violation in found["violations"])
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--steps", "13"), "an audit of 13 steps was asked for, and 12 are planned"),
+        (("--confidence", "1"), "the confidence of the audit is 1.0"),
+        (("--canaries", "804"), "at most 803 canaries"),
+    ],
+)
+def test_what_can_not_be_audited_is_refused(private: Workplace, options: tuple[str, ...], words: str) -> None:
+    outcome = audited(private, *options)
+    assert outcome.code == 2
+    assert words in outcome.err
+    assert "Traceback" not in outcome.err
+    assert outcome.out == ""
+    assert not os.path.lexists(private.folder / "out-audit")
+
+
+def test_canaries_that_would_fill_the_dataset_are_refused(private: Workplace) -> None:
+    private.config["privacy"] |= {"relation": "zero_out", "expected_batch_size": 12} | TRUNCATED
+    outcome = audited(private, "--canaries", "25")
+    assert outcome.code == 2
+    assert "25 canaries in a dataset of 24 records" in outcome.err
+
+
+def test_a_config_without_privacy_is_refused(workplace: Workplace) -> None:
+    outcome = audited(workplace)
+    assert outcome.code == 2
+    assert "the config has no section privacy" in outcome.err
