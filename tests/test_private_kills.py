@@ -12,7 +12,7 @@ import yaml
 from safetensors.torch import load_file
 
 from psgrad.config import Config, load_config
-from psgrad.engine.privacy.accounting import epsilon_rdp, event_of
+from psgrad.engine.privacy.accounting import Epsilon, epsilon_rdp, event_of
 from psgrad.engine.privacy.snapshot import Snapshot
 from psgrad.engine.privacy.step import PrivateTraining
 from psgrad.storage import Ledger
@@ -22,13 +22,14 @@ from tests.crashes import Tell, kill_and_resume, points_of
 from tests.private_workplace import PRIVACY
 from tests.workplace import Workplace
 
-PLANNED = 3
+PLANNED = 2
 
 
 @pytest.fixture
 def config(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> Config:
-    """A run of three steps that keeps each of them, without figures."""
+    """A run of two steps that keeps each of them, without figures and the slow accountant."""
     monkeypatch.setattr("psgrad.workflows.private_training.write_plots", lambda result, public, private: None)
+    monkeypatch.setattr("psgrad.workflows.private_statement.epsilon_pld", lambda events, delta: Epsilon(None, "not asked for in this test"))
     workplace.config["privacy"] = {**PRIVACY, "steps": PLANNED, "checkpoint_every": 1}
     workplace.config["engine"] = {"verify": 0, "device": "cpu"}
     (workplace.folder / "config.yaml").write_text(yaml.safe_dump(workplace.config))
@@ -79,6 +80,6 @@ def test_killed_at_every_operation_and_resumed(config: Config, tmp_path: Path) -
     points = points_of(go, tmp_path / "undisturbed")
     deaths = 0
     for at in range(1, points + 1):
-        # The process that resumes is killed as well, each time elsewhere.
-        deaths += kill_and_resume(go, check, tmp_path / str(at), [at, 1 + at * 37 % points])
-    assert deaths >= 100
+        # Every second time the process that resumes is killed as well, each time elsewhere.
+        deaths += kill_and_resume(go, check, tmp_path / str(at), [at] if at % 2 else [at, 1 + at * 37 % points])
+    assert deaths > points > 100
