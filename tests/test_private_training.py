@@ -150,6 +150,33 @@ def test_frozen_parameters_stay_and_get_no_noise(private: PrivateWorkplace) -> N
     assert private.step()["trainable"] == {"tensors": 2, "parameters": 18, "of_parameters": 43}
 
 
+def test_low_rank_adapters_are_trained_on_a_frozen_model(private: PrivateWorkplace) -> None:
+    private.workplace.use_model(
+        "class Model(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.base = nn.Linear(4, 3)\n"
+        "        self.lora_a = nn.Parameter(torch.arange(8.0).reshape(2, 4) / 8)\n"
+        "        self.lora_b = nn.Parameter(torch.zeros(3, 2))\n"
+        "        with torch.no_grad():\n"
+        "            self.base.weight.copy_(torch.arange(12.0).reshape(3, 4) / 12)\n"
+        "            self.base.bias.zero_()\n"
+        "    def forward(self, x):\n"
+        "        return self.base(x) + x @ self.lora_a.T @ self.lora_b.T\n"
+    )
+    private.privacy.update(EXACT, trainable=["lora_*"])
+    private.succeeded()
+    x, y = torch.from_numpy(private.workplace.arrays["x"]).double(), torch.from_numpy(private.workplace.arrays["y"])
+    base, a = torch.arange(12.0).reshape(3, 4).double() / 12, torch.arange(8.0).reshape(2, 4).double() / 8
+    # B is zero, so that A has no gradient, and B's is (softmax - one-hot) (A x)^T.
+    gradients = torch.einsum("no,nr->nor", (x @ base.T).softmax(1) - F.one_hot(y, 3), x @ a.T)
+    clipped = gradients * (0.5 / gradients.flatten(1).norm(dim=1)).clamp(max=1)[:, None, None]
+    after = private.weights()
+    torch.testing.assert_close(after["lora_b"], -clipped.sum(0) / 24, rtol=1e-6, atol=1e-9)
+    assert torch.equal(after["base.weight"], (torch.arange(12.0).reshape(3, 4) / 12).double())
+    assert private.step()["trainable"] == {"tensors": 2, "parameters": 14, "of_parameters": 29}
+
+
 def test_discrete_noise_leaves_weights_on_the_grid(private: PrivateWorkplace) -> None:
     private.privacy.update(expected_batch_size=16, optimizer={"name": "SGD", "kwargs": {"lr": 1.0}})
     private.privacy["noise"] = {"multiplier": 2.0, "mechanism": "discrete_gaussian", "grid": 2.0**-20}
