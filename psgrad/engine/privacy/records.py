@@ -89,9 +89,9 @@ class Records:
 class RecordBatch:
     """Records as a stream reads them.
 
-    Where every record is one row: each tensor [n, ...]. Else [n, k, ...], k the most rows of a record among these, with the weights
-    [n, k] of the rows as the last of the inputs: 1 / rows for an average, 1 for a sum, and 0 for what only fills up to k, which is
-    the record's own last row once more.
+    Where every record is one row: each tensor [n, ...]. Else [n, k, ...], k the reader's width or the most rows of a record among
+    these, with the weights [n, k] of the rows as the last of the inputs: 1 / rows for an average, 1 for a sum, and 0 for what only
+    fills up to k, which is the record's own last row once more.
     """
 
     inputs: tuple[Tensor, ...]
@@ -109,6 +109,12 @@ class RecordReader:
             PyTorch seeds from the operating system; how copies are made is no part of the privacy guarantee, which holds for any.
         copies: copies of each row, averaged inside the record. The rows themselves take no part beside their copies.
         source: what the messages call `augment`.
+        width: rows that every record is filled up to, at least as many as one has with its copies; 1 has no axis of rows. None fills
+            up to the longest record that is read at once.
+
+    Attributes:
+        copies: of each row; 1 where there is no augmentation.
+        drawn: the records that are read.
 
     The loss that goes with it is `loss_of`. What is read depends neither on the chunks in which it is read nor on other records.
     """
@@ -122,16 +128,18 @@ class RecordReader:
         augment: Augment | None = None,
         copies: int = 1,
         source: str = "the augmentation",
+        width: int | None = None,
     ) -> None:
         self.records, self._take, self._combine = records, take, combine
-        self._augment, self._copies, self._source = augment, copies if augment is not None else 1, source
+        self._augment, self.copies, self._source = augment, copies if augment is not None else 1, source
+        self._width = width
         self._shapes: list[tuple[int, ...]] | None = None
         self.drawn: Rows = np.empty(0, dtype=np.int64)
 
     @property
     def several(self) -> bool:
         """Whether records have an axis of rows."""
-        return self.records.longest * self._copies > 1
+        return (self.records.longest * self.copies if self._width is None else self._width) > 1
 
     def draw(self, records: npt.ArrayLike) -> None:
         """The records to read from now on. They are read longest first, in the order of `drawn`.
@@ -153,16 +161,17 @@ class RecordReader:
             rows = self._augmented(rows)
         if not self.several:
             return rows
-        sizes = self.records.sizes[chosen] * self._copies
-        places, weights = _padded(sizes, None if self._combine == "mean" else 1.0 / self._copies)
+        sizes = self.records.sizes[chosen] * self.copies
+        width = int(sizes.max()) if self._width is None else self._width
+        places, weights = _padded(sizes, width, None if self._combine == "mean" else 1.0 / self.copies)
         inputs = (*(x[places] for x in rows.inputs), weights)
         return RecordBatch(inputs, None if rows.target is None else rows.target[places])
 
     def _augmented(self, rows: Batch) -> RecordBatch:
         count = rows.inputs[0].shape[0]
-        made = [self._copy([x[row] for x in rows.inputs]) for row in range(count) for _ in range(self._copies)]
+        made = [self._copy([x[row] for x in rows.inputs]) for row in range(count) for _ in range(self.copies)]
         inputs = tuple(torch.stack(column) for column in zip(*made, strict=True))
-        return RecordBatch(inputs, None if rows.target is None else rows.target.repeat_interleave(self._copies, dim=0))
+        return RecordBatch(inputs, None if rows.target is None else rows.target.repeat_interleave(self.copies, dim=0))
 
     def _copy(self, row: list[Tensor]) -> Sequence[Tensor]:
         """One changed copy of a row, of the shapes that all copies have. Raises DataError where it is none."""
@@ -218,12 +227,12 @@ def record_loss(loss: Callable[..., Any], *, has_aux: bool = True, randomness: s
     return of_record
 
 
-def _padded(sizes: Rows, weight: float | None) -> tuple[Tensor, Tensor]:
-    """(places, weights), both [n, k], for records whose rows lie one record's after another's.
+def _padded(sizes: Rows, width: int, weight: float | None) -> tuple[Tensor, Tensor]:
+    """(places, weights), both [n, width], for records whose rows lie one record's after another's.
 
     `weight` is that of every row; None for one over the record's number of rows. In float64: one third in float32 is not one third.
     """
-    along = np.arange(int(sizes.max(initial=1)))
+    along = np.arange(width)
     firsts = np.cumsum(sizes) - sizes
     places = firsts[:, None] + np.minimum(along, sizes[:, None] - 1)
     each = 1.0 / sizes[:, None] if weight is None else weight

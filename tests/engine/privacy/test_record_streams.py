@@ -1,0 +1,132 @@
+"""Records in streams by their number of rows: the same clipped sum as in one stream, without filling short ones up to the longest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from psgrad.engine.gradients.streaming import Stream
+from psgrad.engine.objective import Objective
+from psgrad.engine.privacy import record_streams
+from psgrad.engine.privacy.clipping import Clipping
+from psgrad.engine.privacy.record_streams import RecordStreams
+from psgrad.engine.privacy.records import RecordReader, Records
+from tests.engine.privacy.test_records import rows_gradients, taking, whole
+
+SIZES = [1, 30, 2, 1, 3, 9, 1, 17, 2, 5]
+USERS = np.random.default_rng(0).permutation(np.repeat(np.arange(len(SIZES)), SIZES))
+
+
+class Data:
+    """Users of 1 to 30 rows, and a network for them."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.x = torch.randn(len(USERS), 5, dtype=torch.float64, generator=generator)
+        self.y = torch.randint(3, (len(USERS),), generator=generator)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+        self.objective = Objective(self.model, nn.functional.cross_entropy)
+        self.records = Records.of_units(USERS)
+        self.rows = rows_gradients(self.model, nn.functional.cross_entropy, (self.x,), self.y)
+        self.read: list[tuple[int, ...]] = []
+
+    def streams(self, **options: Any) -> RecordStreams:
+        """Streams that note the shape of what they read."""
+
+        def make(loss: Callable[..., Any], read: Callable[[int, int], Any]) -> Stream:
+            def noting(start: int, stop: int) -> Any:
+                batch = read(start, stop)
+                self.read.append(tuple(batch.inputs[0].shape))
+                return batch
+
+            return Stream(loss, self.objective.params, noting, chunk_size=4)
+
+        return RecordStreams(self.records, taking((self.x,), self.y), self.objective.loss, self.objective.params, make, **options)
+
+    def clipped(self, drawn: list[int], bound: float) -> tuple[Tensor, Tensor]:
+        """(the clipped sum, the norms) of users in this order, one row after another."""
+        users = torch.stack([whole(self.rows)[self.records.rows_of(record)].mean(0) for record in drawn])
+        return ((bound / users.norm(dim=1)).clamp(max=1)[:, None] * users).sum(0), users.norm(dim=1)
+
+
+@pytest.fixture(scope="module")
+def data() -> Data:
+    return Data()
+
+
+@pytest.mark.parametrize("worth", [0, 10, 10**6])
+def test_the_sum_is_that_of_a_loop_over_rows(data: Data, worth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_streams, "_ROWS_OF_A_PASS", worth)
+    streams = data.streams()
+    clipping = Clipping.flat(data.rows, 0.2)
+    for drawn in (range(10), [3], [], [9, 1, 4], [0, 2, 3]):
+        found = streams.source(list(drawn))(clipping)
+        assert sorted(streams.drawn.tolist()) == sorted(drawn)
+        assert found.sums.keys() == data.rows.keys()
+        if not len(drawn):
+            assert not any(value.any() for value in found.sums.values())
+            continue
+        expected, norms = data.clipped(streams.drawn.tolist(), 0.2)
+        assert (torch.cat([found.sums[name].flatten() for name in data.rows]) - expected).norm() <= 1e-9 * expected.norm()
+        torch.testing.assert_close(found.records.norms, norms, rtol=1e-9, atol=0)
+
+
+def test_short_records_are_not_filled_up_to_the_longest(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_streams, "_ROWS_OF_A_PASS", 0)
+    data.read.clear()
+    data.streams().source(range(10))(Clipping.flat(data.rows, 0.2))
+    # Widths 30, 32 -> 30, 16, 8, 4, 2, and rows alone, which have no axis of rows.
+    assert sorted({shape[1:-1] for shape in data.read}) == [(), (2,), (4,), (8,), (16,), (30,)]
+    filled = sum(shape[0] * shape[1] if len(shape) == 3 else shape[0] for shape in data.read)
+    assert filled <= 2 * sum(SIZES)
+
+
+def test_few_records_go_along_with_longer_ones(data: Data) -> None:
+    data.read.clear()
+    data.streams().source(range(10))(Clipping.flat(data.rows, 0.2))
+    assert {shape[1] for shape in data.read} == {30}
+
+
+@given(sizes=st.lists(st.integers(1, 300), min_size=1, max_size=30), copies=st.integers(1, 3), worth=st.integers(0, 300))
+def test_every_record_has_a_place_that_is_wide_enough(sizes: list[int], copies: int, worth: int) -> None:
+    records = Records(np.arange(sum(sizes)), np.cumsum(sizes) - np.array(sizes), np.array(sizes))
+    streams = RecordStreams(records, lambda rows: None, None, {}, None, augment=lambda x: x, copies=copies)  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(record_streams, "_ROWS_OF_A_PASS", worth)
+        streams.source(range(len(sizes)))
+        parts = streams._parts(streams.drawn)
+
+    assert np.concatenate([part for _, part in parts]).tolist() == streams.drawn.tolist()
+    assert sorted(streams.drawn.tolist()) == list(range(len(sizes)))
+    widths = [width for width, _ in parts]
+    assert widths == sorted(set(widths), reverse=True)
+    for width, part in parts:
+        assert records.sizes[part].max() * copies <= width <= max(sizes) * copies
+        assert width & (width - 1) == 0 or width == max(sizes) * copies
+
+
+def test_copies_are_counted_as_rows(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_streams, "_ROWS_OF_A_PASS", 0)
+    data.read.clear()
+    streams = data.streams(augment=lambda row: row, copies=3)
+    found = streams.source(range(10))(Clipping.flat(data.rows, 0.2))
+    expected, _ = data.clipped(streams.drawn.tolist(), 0.2)
+    assert (torch.cat([found.sums[name].flatten() for name in data.rows]) - expected).norm() <= 1e-9 * expected.norm()
+    assert sorted({shape[1] for shape in data.read}) == [4, 8, 16, 32, 64, 90]
+
+
+def test_a_reader_of_a_width_fills_up_to_it(data: Data) -> None:
+    reader = RecordReader(data.records, taking((data.x,), data.y), width=40)
+    reader.draw([0, 1])
+    batch = reader(0, 2)
+    assert batch.inputs[0].shape == (2, 40, 5)
+    assert batch.inputs[1].sum(1).tolist() == pytest.approx([1.0, 1.0])
