@@ -149,7 +149,8 @@ def clipping_of(privacy: PrivacyConfig, parameters: Mapping[str, nn.Parameter]) 
     if privacy.noise.mechanism == "gaussian":
         return clipping
     sizes = [(group.bound, sum(parameters[name].numel() for name in group.parameters)) for group in clipping.groups]
-    grid = privacy.noise.grid if privacy.noise.grid is not None else min(default_grid(bound, size) for bound, size in sizes)
+    # The grid of the largest bound: on a finer one, sums of its group might not fit in 64 bits.
+    grid = privacy.noise.grid if privacy.noise.grid is not None else max(default_grid(bound, size) for bound, size in sizes)
     return replace(clipping, grid=grid)
 
 

@@ -26,8 +26,9 @@ from torch import Tensor
 from psgrad.engine.privacy.generators import Generator
 from psgrad.errors import ConfigError
 
-LARGEST_SIGMA, SMALLEST_SIGMA = 2.0**40, 2.0**-30
-"""In steps of the grid. Above it 64 bits don't settle enough draws; noise is below 2^48 up to it, whatever 128 bits are drawn."""
+LARGEST_SIGMA, SMALLEST_SIGMA = 2.0**44, 2.0**-30
+"""In steps of the grid. Up to it noise is below 2^51, whatever 128 bits are drawn; 64 of them leave open one draw in ten at the largest,
+one in two hundred at 10^12, and one in ten thousand at 2^31, which is what `default_grid` makes of a bound."""
 LARGEST_BOUND = 2.0**31
 """A record's norm in steps of the grid, at most: the sum of 2^31 records fits in 62 bits."""
 

@@ -14,14 +14,17 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from scipy import stats
 
+from psgrad.config import PrivacyConfig
 from psgrad.engine.privacy import discrete
 from psgrad.engine.privacy.discrete import default_grid, discrete_gaussian, exact_exceeds, exact_floor, round_to_grid, tightened
 from psgrad.engine.privacy.generators import make_generator
+from psgrad.engine.privacy.noise import Noise
 from psgrad.errors import ConfigError
+from psgrad.workflows.private_setup import clipping_of
 from tests.engine.privacy.planted import PlantedGenerator
 
 ALPHA = 1e-4
-SIGMAS = (0.3, 0.5, 1.0, 2.5, 7.0, 1e3, 2.0**31 + 0.7, 1e12)
+SIGMAS = (0.3, 0.5, 1.0, 2.5, 7.0, 1e3, 2.0**31 + 0.7, 1e12, 2.0**44)
 
 
 # -- the distribution ------------------------------------------------------------------------------------------------------------------
@@ -46,7 +49,7 @@ def test_small_ones_have_the_exact_probabilities(sigma: float) -> None:
     assert stats.chisquare(seen, expected).pvalue > ALPHA
 
 
-@pytest.mark.parametrize("sigma", [1e3, 123456.789, 2.0**31, 1e12])
+@pytest.mark.parametrize("sigma", [1e3, 123456.789, 2.0**31, 2.0**44])
 def test_large_ones_are_normal(sigma: float) -> None:
     # Steps of 1 / sigma are far below what this many values can show.
     n = 40_000
@@ -69,12 +72,12 @@ def test_as_many_as_were_asked_for(count: int) -> None:
     assert discrete_gaussian(count, 4.0, make_generator("aes", seed=4)).shape == (count,)
 
 
-@pytest.mark.parametrize("sigma", [0.0, -1.0, math.nan, math.inf, 2.0**40 * 1.001, 1e-12])
+@pytest.mark.parametrize("sigma", [0.0, -1.0, math.nan, math.inf, 2.0**44 * 1.001, 1e-12])
 def test_a_standard_deviation_out_of_range_is_refused(sigma: float) -> None:
     with pytest.raises(ConfigError) as caught:
         discrete_gaussian(3, sigma, make_generator("aes"))
     assert f"discrete noise of standard deviation {sigma:g}" in caught.value.arrived
-    assert "1.1e+12 steps" in str(caught.value.expected)
+    assert "1.8e+13 steps" in str(caught.value.expected)
     assert "grid" in str(caught.value.next_step)
 
 
@@ -97,7 +100,7 @@ def word_at(value: mpmath.mpf, words: int) -> list[int]:
     return [(whole >> (64 * place)) & (2**64 - 1) for place in range(words - 1, -1, -1)]
 
 
-@pytest.mark.parametrize(("scale", "size"), [(1, 1), (1, 3), (7, 2), (1000, 123), (2**31, 2**30 + 1), (2**40, 2**41 + 12345), (2**40, 3)])
+@pytest.mark.parametrize(("scale", "size"), [(1, 1), (1, 3), (7, 2), (1000, 123), (2**31, 2**30 + 1), (2**40, 2**41 + 12345), (2**44, 3)])
 @pytest.mark.parametrize("agreeing", [1, 2, 3])
 def test_bits_on_the_edge_of_a_size_are_settled_by_further_bits(scale: int, size: int, agreeing: int) -> None:
     """U agrees with exp(-size / scale), where floor(scale * E) jumps, in one word, in two, in three; the next word decides."""
@@ -122,7 +125,7 @@ def test_bits_on_the_edge_of_being_kept_are_settled_by_further_bits(bound: Fract
         assert generator.words == []
 
 
-@given(st.integers(0, 2**64 - 1), st.integers(1, 2**40), st.lists(st.integers(0, 2**64 - 1), min_size=4, max_size=4))
+@given(st.integers(0, 2**64 - 1), st.integers(1, 2**44), st.lists(st.integers(0, 2**64 - 1), min_size=4, max_size=4))
 @example(0, 2**40, [0, 0, 5, 5])
 @example(2**64 - 1, 2**40, [2**64 - 1, 7, 7, 7])
 @example(2**63, 3, [0, 0, 0, 1])
@@ -142,7 +145,7 @@ def test_a_bound_that_is_met_exactly_is_not_exceeded_by_chance() -> None:
         assert exact_exceeds(prefix, 64, Fraction(0), PlantedGenerator([]))
 
 
-@pytest.mark.parametrize("scale", [1, 50, 2**31, 2**40])
+@pytest.mark.parametrize("scale", [1, 50, 2**31, 2**44])
 def test_planted_prefixes_near_every_edge_are_settled_alike(scale: int) -> None:
     """The vectorised way on prefixes around the jumps of floor(t E), where floating point errs: all sizes are the exact ones."""
     sigma = scale - 0.5
@@ -254,7 +257,7 @@ def test_the_default_grid_is_fine_and_fits(bound: float, dimensions: int) -> Non
     assert math.frexp(grid)[0] == 0.5  # a power of two
     assert tightened(bound, dimensions, grid) > bound * (1 - 1e-3)
     # 2^31 records at their bound, and the largest noise there is.
-    assert Fraction(bound) / Fraction(grid) * 2**31 + 2**48 < 2**63
+    assert Fraction(bound) / Fraction(grid) * 2**31 + 2**51 < 2**63
 
 
 def test_a_grid_that_cannot_be_is_refused() -> None:
@@ -271,3 +274,25 @@ def test_a_grid_that_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError) as many:
         default_grid(1.0, 10**14)
     assert "100000000000000 coordinates on a grid cost more than a thousandth" in many.value.arrived
+
+
+def test_groups_of_unlike_bounds_share_a_grid_that_suits_all() -> None:
+    privacy = PrivacyConfig.model_validate(
+        {
+            "steps": 10,
+            "delta": 1e-5,
+            "expected_batch_size": 10,
+            "sampling": {"scheme": "poisson", "sample_rate": 0.1},
+            "clipping": {"groups": {"w": 1e-3, "*": 2.0}},
+            "noise": {"multiplier": 1.0, "mechanism": "discrete_gaussian"},
+            "optimizer": {"name": "SGD", "kwargs": {"lr": 0.1}},
+        }
+    )
+    parameters = {name: torch.nn.Parameter(torch.zeros(1000)) for name in ("w", "v")}
+    clipping = clipping_of(privacy, parameters)
+    assert clipping.grid is not None
+    for group in clipping.groups:
+        assert tightened(group.bound, 1000, clipping.grid) == pytest.approx(group.bound, rel=1e-3)
+    sums = {name: torch.zeros(1000, dtype=torch.int64) for name in parameters}
+    noisy = Noise(1.0, "discrete_gaussian").add(sums, clipping, "add_or_remove_one", make_generator("aes", seed=6))
+    assert ALPHA < stats.chi2(2000).cdf(sum(float(value.square().sum()) for value in noisy.values()) / (4 + 1e-6)) < 1 - ALPHA
