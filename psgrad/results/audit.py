@@ -101,12 +101,18 @@ class DPAuditResult:
         """What contradicts the declared guarantee, a sentence each."""
         found = []
         if not self.declared:
-            found.append("canaries are told apart better than the declared steps allow")
+            found.append(f"canaries are told apart better than the declared steps allow: {self._excess()}")
         found += [f"the noise is not as declared: {alarm}" for alarm in self.noise.alarms]
         for pair in self.pairs:
             if not pair.holds:
                 found.append(f"{pair.pair}: {_broken(pair)}")
         return found
+
+    def _excess(self) -> str:
+        accounted = "none" if self.accounted is None else f"{self.accounted:.4g}"
+        least = min((bound.noise for bound in self.bounds if bound.noise is not None), default=1.0)
+        noise = f", at most {least:.0%} of the declared noise" if least < 1 else ""
+        return f"epsilon is at least {self.epsilon:.4g}, accounted {accounted}{noise}"
 
     @property
     def verdict(self) -> str:

@@ -26,8 +26,9 @@ Say = Callable[[Progress], None]
 FILE = "audit.json"
 # More canaries say more, and fewer find a place in small clipping groups.
 _MANY, _ENOUGH = 5000, 1000
-# An audit of few draws says little: by default each canary is drawn so many times, on average, in at most so many steps.
-_DRAWS, _MOST_STEPS, _MOST_STEPS_ALONE = 2.0, 50, 500
+# An audit of few draws says little: by default each canary is drawn so many times, on average, in at most so many steps; and in two at
+# least, so that their noise can be compared.
+_DRAWS, _FEWEST_STEPS, _MOST_STEPS, _MOST_STEPS_ALONE = 2.0, 2, 50, 500
 
 
 def dp_audit(
@@ -128,7 +129,8 @@ def steps_for(privacy: PrivacyConfig, canaries_only: bool) -> int:
     if canaries_only:
         return min(privacy.steps, _MOST_STEPS_ALONE)
     rate = privacy.sampling.sample_rate
-    return min(1 if rate is None or rate == 1 else math.ceil(_DRAWS / rate), _MOST_STEPS, privacy.steps)
+    wanted = _FEWEST_STEPS if rate is None else max(math.ceil(_DRAWS / rate), _FEWEST_STEPS)
+    return min(wanted, _MOST_STEPS, privacy.steps)
 
 
 def canaries_for(setup: PrivateSetup) -> int:

@@ -140,7 +140,7 @@ def with_canaries(source: GradientSource | None, canaries: Canaries, who: np.nda
             values = weights[name][mine] * turned[mine] * canaries.sizes[name]
             if clipping.grid is not None:
                 values = (values / clipping.grid).trunc()  # towards zero, which keeps to the bound
-            total = sums[name].clone()
+            total = sums[name].clone(memory_format=torch.contiguous_format)
             total.view(-1).index_add_(0, places.to(total.device), values.to(total.device, total.dtype))
             sums[name] = total
         bounds = norms.new_tensor([group.bound for group in clipping.groups]).unsqueeze(1)

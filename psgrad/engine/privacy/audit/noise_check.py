@@ -19,7 +19,7 @@ Array = np.ndarray[Any, Any]
 # The probability that noise as declared raises an alarm, over all questions together.
 FALSE_ALARM = 1e-6
 # Numbers that are kept of a step, and of each tensor for the comparison of tensors. Noise that is off is off everywhere.
-_KEPT, _KEPT_OF_A_TENSOR = 1 << 16, 512
+_KEPT, _KEPT_OF_A_TENSOR = 1 << 14, 512
 # Tensors with fewer numbers say nothing about being alike, and more pieces than this are not compared with one another.
 _SMALLEST_PIECE, _MOST_PIECES = 32, 2000
 

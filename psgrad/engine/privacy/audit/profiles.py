@@ -20,7 +20,7 @@ Array = np.ndarray[Any, Any]
 # Epsilons at which a guarantee is looked at. Each of them is a valid claim, so a coarser choice only weakens what is found.
 _POINTS, _SMALLEST, _LARGEST = 400, 1e-3, 600.0
 # The number of privacy losses that a distribution is kept with, about, and the finest step between them.
-_LOSSES, _FINEST = 8_000, 1e-4
+_LOSSES, _FINEST = 4_000, 1e-4
 
 
 def scaled(events: Events, share: float) -> Events:

@@ -1,0 +1,103 @@
+"""What is asked of the noise: noise as declared passes in every seed, and each kind of other noise raises the alarm that is for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from psgrad.engine.privacy.audit import FALSE_ALARM, NoiseCheck, NoiseLog
+
+SHAPES = {"weight": (60, 50), "bias": (60,), "tiny": (3,)}
+STD = 0.7
+Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
+
+
+def logged(draw: Draw, seed: int = 0, steps: int = 4, offset: float = 100.0) -> NoiseCheck:
+    """The check of noise that is added to sums of about `offset`."""
+    random, log = np.random.default_rng(seed), NoiseLog()
+    for _ in range(steps):
+        clean = {name: torch.from_numpy(offset * random.normal(size=shape)) for name, shape in SHAPES.items()}
+        log.add({name: value + torch.from_numpy(STD * draw(random, tuple(value.shape))) for name, value in clean.items()}, clean, STD)
+    return log.check()
+
+
+def normal(random: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return random.normal(size=shape)
+
+
+def test_noise_as_declared_raises_no_alarm_and_its_p_values_are_uniform() -> None:
+    """Of 60 seeds, the least p-value of each question is above 1e-4 but for one chance in 160; half of them are below a half, nearly."""
+    checks = [logged(normal, seed) for seed in range(60)]
+    assert all(check.alarms == [] for check in checks)
+    for question in ("spread", "mean", "shape"):
+        found = np.array([check.p_values[question] for check in checks])
+        assert found.min() > 1e-4
+        assert 15 <= np.count_nonzero(found < 0.5) <= 45
+    assert all(check.numbers == 4 * 3063 for check in checks)
+
+
+OTHERS: dict[str, tuple[Draw, str]] = {
+    "less": (lambda random, shape: 0.95 * random.normal(size=shape), "spread"),
+    "more": (lambda random, shape: 1.05 * random.normal(size=shape), "spread"),
+    "uniform": (lambda random, shape: random.uniform(-math.sqrt(3), math.sqrt(3), size=shape), "shape"),
+    "shifted": (lambda random, shape: random.normal(size=shape) + 0.1, "mean"),
+    "none": (lambda random, shape: np.zeros(shape), "spread"),
+    "not finite": (lambda random, shape: np.full(shape, np.nan), "spread"),
+    "the same in each step": (lambda random, shape: np.random.default_rng(len(shape)).normal(size=shape), "alike in two steps"),
+    "a tenth repeated": (
+        lambda random, shape: 0.95 * random.normal(size=shape) + math.sqrt(1 - 0.95**2) * np.random.default_rng(5).normal(size=shape),
+        "alike in two steps",
+    ),
+    "the same in each tensor": (
+        lambda random, shape: np.random.default_rng(int(random.bit_generator.seed_seq.entropy)).normal(size=shape),  # type: ignore[attr-defined]
+        "alike in two tensors",
+    ),
+}
+
+
+@pytest.mark.parametrize(("draw", "question"), OTHERS.values(), ids=OTHERS)
+def test_other_noise_raises_the_alarm(draw: Draw, question: str) -> None:
+    assert question in logged(draw, steps=8).alarms
+
+
+def test_noise_of_the_opposite_sign_is_a_repetition_too() -> None:
+    signs = iter([1.0, -1.0] * len(SHAPES) * 2)
+    kept = {shape: np.random.default_rng(sum(shape)).normal(size=shape) for shape in SHAPES.values()}
+    assert "alike in two steps" in logged(lambda _, shape: next(signs) * kept[shape], steps=2).alarms
+
+
+def test_one_step_of_one_tensor_has_nothing_to_compare() -> None:
+    log, random = NoiseLog(), np.random.default_rng(0)
+    clean: dict[str, Tensor] = {"only": torch.zeros(500, dtype=torch.float64)}
+    log.add({"only": torch.from_numpy(random.normal(size=500))}, clean, 1.0)
+    check = log.check()
+    assert (check.p_values["alike in two steps"], check.p_values["alike in two tensors"]) == (1.0, 1.0)
+    assert check.alarms == []
+
+
+def test_integers_on_a_grid_are_put_to_scale_and_coarse_ones_not_asked_for_their_shape() -> None:
+    random = np.random.default_rng(1)
+    for grid, asked in ((1e-6, True), (0.5, False)):
+        steps = np.round(STD / grid * random.normal(size=4000)).astype(np.int64)
+        sums = torch.from_numpy(random.integers(-9, 9, 4000))
+        log = NoiseLog()
+        log.add({"w": (sums + torch.from_numpy(steps)).double() * grid}, {"w": sums}, STD, grid)
+        check = log.check()
+        assert ("shape" in check.p_values) == asked
+        assert check.spread == pytest.approx(1, abs=0.05)
+        assert not set(check.alarms) - {"spread"}
+
+
+def test_no_noise_that_is_declared_is_no_question() -> None:
+    check = NoiseLog().check()
+    assert (check.numbers, check.p_values, check.alarms) == (0, {}, [])
+
+
+def test_the_probability_of_a_false_alarm_is_shared_out() -> None:
+    check = NoiseCheck(10, 1.0, {"a": FALSE_ALARM / 3, "b": FALSE_ALARM / 1.5})
+    assert check.alarms == ["a"]
