@@ -42,7 +42,8 @@ def normals(shape: Sequence[int], dtype: torch.dtype, take: Take, write: Write) 
     Values 2P b, ..., 2P b + P - 1 (P = PAIRS) are the cosines of block b and the next P its sines; the last block has fewer pairs.
     """
     total = math.prod(shape)
-    out = np.empty(total, dtype=np.float32 if dtype == torch.float32 else np.float64)
+    result = torch.empty(total, dtype=dtype, device="cpu")
+    out = result.numpy()
     width = 8 + (4 if dtype == torch.float32 else 8)  # bytes of the stream a pair
     first = take(-(-total // 2) * width)
     blocks = -(-total // (2 * PAIRS))
@@ -65,7 +66,7 @@ def normals(shape: Sequence[int], dtype: torch.dtype, take: Take, write: Write) 
         with ThreadPoolExecutor(threads) as pool:
             for done in [pool.submit(work) for _ in range(threads)]:
                 done.result()
-    return torch.from_numpy(out).reshape(tuple(shape))
+    return result.reshape(tuple(shape))
 
 
 class _Buffers:

@@ -64,17 +64,21 @@ def private_sum(
     clipped = source(clipping)
     pay()
     sensitivity = clipping.sensitivity(relation)
-    sums = noise.add(clipped.sums, clipping, relation, generator)
+    records, waiting = clipped.records, dict(clipped.sums)
+    del clipped  # each sum goes when its noisy one is there, unless the source keeps it
+    sums: dict[str, Tensor] = {}
+    for name in list(waiting):
+        sums |= noise.add({name: waiting.pop(name)}, clipping, relation, generator)
     following = adaptive
     if adaptive is not None:
         if expected_batch_size is None:
             raise ValueError("an adaptive bound needs expected_batch_size, the public divisor of its count")
-        following = adaptive.next(clipped.records.below, expected_batch_size, relation, generator)
-    return NoisySum(sums, sensitivity, noise.standard_deviation(sensitivity), clipping, following, clipped.records)
+        following = adaptive.next(records.below, expected_batch_size, relation, generator)
+    return NoisySum(sums, sensitivity, noise.standard_deviation(sensitivity), clipping, following, records)
 
 
 def sharing_with_count(clipping: Clipping, noise: Noise, adaptive: AdaptiveBound | None) -> tuple[Clipping, Noise]:
-    """Clipping and noise of a sum beside which an adaptive bound's count is released: its bound, and noise that leaves room for the count's."""
+    """Clipping and noise of a sum beside which an adaptive bound's count is released: its bound, and the noise that the count leaves."""
     if adaptive is None:
         return clipping, noise
     return clipping.with_bound(adaptive.bound), replace(noise, multiplier=adaptive_multiplier(noise.multiplier, adaptive.count_multiplier))
@@ -128,6 +132,8 @@ class PrivateTraining:
     def step(self, pay: Callable[[StepEvent], None] = lambda _: None) -> NoisySum:
         """Draw, clip, pay, add noise, update. An empty batch is a step like any other: noise alone.
 
+        What is returned has no sums any more: they became the update.
+
         pay: called before anything is released; see `private_sum`.
         """
         event = self.event()
@@ -145,11 +151,11 @@ class PrivateTraining:
         self.update(noisy.sums)
         self.adaptive = noisy.following
         self.taken += 1
-        return noisy
+        return replace(noisy, sums={})
 
     def update(self, sums: Mapping[str, Tensor]) -> None:
-        """Let the optimiser take its step on the noisy sum, divided by the expected batch size."""
+        """Let the optimiser take its step on the noisy sum, which is divided by the expected batch size in place."""
         for name, parameter in self.parameters.items():
-            parameter.grad = (sums[name] / self.expected_batch_size).to(parameter.dtype)
+            parameter.grad = sums[name].div_(self.expected_batch_size).to(parameter.dtype)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
