@@ -14,7 +14,8 @@ from torch import Tensor
 from psgrad.engine.gradients.loading import Batch
 from psgrad.engine.privacy.audit import record_replay
 from psgrad.engine.privacy.generators import make_generator
-from psgrad.engine.privacy.records import RecordBatch, RecordReader, Records
+from psgrad.engine.privacy.record_streams import RecordStreams
+from psgrad.engine.privacy.records import RecordBatch, Records
 from psgrad.engine.privacy.source import GradientSource
 from psgrad.engine.privacy.step import NoisySum, PrivateTraining
 from psgrad.results import NeighbourPair
@@ -72,10 +73,16 @@ def with_monsters(setup: PrivateSetup) -> PrivateSetup:
     order = np.concatenate([records.rows_of_each(np.arange(len(records))), *(own + rows * kind for kind in range(1, len(monsters) + 1))])
     sizes = np.concatenate([records.sizes, np.full(len(monsters), len(own))])
     unit = setup.privacy.unit
-    reader = RecordReader(Records(order, np.cumsum(sizes) - sizes, sizes), take, combine="mean" if unit is None else unit.combine)
-    loss = reader.loss_of(setup.run.objective.loss, randomness=setup.run.randomness)
-    stream = setup.run.stream(lambda _: None, loss, reader)
-    return dataclasses.replace(setup, records=reader.records, reader=reader, stream=stream)
+    streams = RecordStreams(
+        Records(order, np.cumsum(sizes) - sizes, sizes),
+        take,
+        setup.run.objective.loss,
+        setup.run.objective.params,
+        lambda loss, read: setup.run.stream(lambda _: None, loss, read),
+        randomness=setup.run.randomness,
+        combine="mean" if unit is None else unit.combine,
+    )
+    return dataclasses.replace(setup, records=streams.records, streams=streams)
 
 
 def has_floats(setup: PrivateSetup) -> bool:
@@ -120,7 +127,7 @@ def _chosen(setup: PrivateSetup, mixed: PrivateSetup, batch: np.ndarray) -> dict
     if not len(batch):
         return {}
     norms = mixed.source(batch)(setup.clipping).records.norms
-    longest = int(mixed.reader.drawn[int(norms.nan_to_num(nan=-1.0).argmax())])
+    longest = int(mixed.streams.drawn[int(norms.nan_to_num(nan=-1.0).argmax())])
     rest = [int(record) for record in batch if record != longest][:_MORE]
     return {longest: "the record with the longest gradient"} | {record: f"record {record}" for record in rest}
 

@@ -9,17 +9,19 @@ import numpy as np
 from torch import nn
 
 from psgrad.config import Config, PrivacyConfig
-from psgrad.engine.gradients.streaming import Stream
+from psgrad.engine.gradients.loading import placed
 from psgrad.engine.privacy.accounting import Events, StepEvent, noise_multiplier_for
 from psgrad.engine.privacy.adaptive import AdaptiveBound
 from psgrad.engine.privacy.clipping import Clipping, Group
 from psgrad.engine.privacy.discrete import default_grid
 from psgrad.engine.privacy.noise import Noise
-from psgrad.engine.privacy.records import RecordReader, Records
+from psgrad.engine.privacy.record_streams import RecordStreams
+from psgrad.engine.privacy.records import Records
 from psgrad.engine.privacy.refusals import require_expected_batch_size, require_separate_records, require_small_delta
 from psgrad.engine.privacy.sampling import Sampling
 from psgrad.engine.privacy.schedules import Schedule
-from psgrad.engine.privacy.source import GradientSource, stream_source
+from psgrad.engine.privacy.source import GradientSource
+from psgrad.engine.verify import spread_rows
 from psgrad.errors import ConfigError
 from psgrad.inputs.imports import resolve
 from psgrad.workflows.setup import Setup, set_up
@@ -38,8 +40,7 @@ class PrivateSetup:
     run: Setup
     privacy: PrivacyConfig
     records: Records
-    reader: RecordReader
-    stream: Stream
+    streams: RecordStreams
     parameters: dict[str, nn.Parameter]
     clipping: Clipping
     adaptive: AdaptiveBound | None
@@ -47,8 +48,7 @@ class PrivateSetup:
 
     def source(self, records: np.ndarray) -> GradientSource:
         """The clipped sum of these records, chunk by chunk. One source at a time: the next one's records take the place of this one's."""
-        self.reader.draw(records)
-        return stream_source(self.stream, len(records))
+        return self.streams.source(records)
 
     def noise(self, base: float) -> Callable[[int], Noise]:
         """Step number 0, 1, ... to its noise, for this base of the schedule."""
@@ -89,9 +89,20 @@ def set_up_privately(config: Config, say: Callable[[str], None] = lambda _: None
     else:
         records = Records.of_units(run.samples.units, unit.max_rows)
     augmentation = privacy.augmentation
-    reader = RecordReader(
+    told: set[str] = set()
+
+    def once(message: str) -> None:
+        if message not in told:  # a step's streams would say it again in each step
+            told.add(message)
+            say(message)
+
+    streams = RecordStreams(
         records,
         run.reader.take,
+        run.objective.loss,
+        run.objective.params,
+        lambda loss, read: run.stream(once, loss, read),
+        randomness=run.randomness,
         combine="mean" if unit is None else unit.combine,
         augment=None if augmentation is None else resolve(augmentation.function, config.base),
         copies=1 if augmentation is None else augmentation.copies,
@@ -103,8 +114,7 @@ def set_up_privately(config: Config, say: Callable[[str], None] = lambda _: None
         run=run,
         privacy=privacy,
         records=records,
-        reader=reader,
-        stream=run.stream(say, reader.loss_of(run.objective.loss, randomness=run.randomness), reader),
+        streams=streams,
         parameters=parameters,
         clipping=clipping,
         adaptive=adaptive_of(privacy, clipping),
@@ -119,7 +129,8 @@ def refuse(setup: PrivateSetup) -> None:
     privacy, run = setup.privacy, setup.run
     require_small_delta(privacy.delta, len(setup.records))
     require_expected_batch_size(privacy.expected_batch_size, setup.sampling, len(setup.records))
-    inputs, target = run.stream(lambda _: None).load(0, min(_ROWS_LOOKED_AT, len(run.samples)))
+    looked_at = run.reader.take(np.array(spread_rows(len(run.samples), _ROWS_LOOKED_AT)))
+    inputs, target = placed(looked_at.inputs, looked_at.target, run.device, run.dtype)
     require_separate_records(run.objective, inputs, target)
 
 
