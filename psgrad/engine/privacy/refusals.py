@@ -130,7 +130,7 @@ class _FewRows:
         try:
             with self._call("a batch"):
                 return self.objective.model(*[x[list(rows)] for x in self.inputs])
-        except ModelError:
+        except PsgradError:
             return None
 
     @contextmanager
@@ -240,10 +240,14 @@ class _FewRows:
         if output is None:
             return None
         mine = self._sliced(output, row)
-        if [x.shape for x in _tensors(mine)] != [x.shape for x in _tensors(alone)]:
+        shapes = [x.shape for x in _tensors(mine)]
+        if not shapes or shapes != [x.shape for x in _tensors(alone)]:
             return None
-        with self._call("a batch"):
-            loss = self.objective.criterion(mine, None if self.target is None else self.target[row])
+        try:
+            with self._call("a batch"):
+                loss = self.objective.criterion(mine, None if self.target is None else self.target[row])
+        except PsgradError:
+            return None
         # What has no axis of samples (a statistic of the batch, for people to look at) matters where the loss makes use of it.
         return torch.as_tensor(loss), tree_map(lambda x: x[row] if self._has_samples(x) else None, output)
 

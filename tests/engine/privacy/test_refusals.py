@@ -343,6 +343,18 @@ def test_what_fails_alone_is_told_and_what_takes_no_batch_passes() -> None:
     check(Around(Function(one)))
 
 
+def test_an_output_that_is_an_object_of_its_own_passes() -> None:
+    class Output:
+        def __init__(self, logits: Tensor) -> None:
+            self.logits = logits
+
+    class Wrapped(nn.Linear):
+        def forward(self, x: Tensor) -> Output:  # type: ignore[override]
+            return Output(super().forward(x))
+
+    check(Wrapped(6, 3), lambda output, target: F.cross_entropy(output.logits, target[None]))
+
+
 def test_generators_and_weights_are_left_as_they_were() -> None:
     model = Around(nn.Dropout(0.5))
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
