@@ -8,7 +8,7 @@ import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pandas as pd
@@ -40,7 +40,7 @@ class RunFolder:
         self._shards = 0
 
     @classmethod
-    def create(cls, path: Path, overwrite: bool = False) -> RunFolder:
+    def create(cls, path: Path, overwrite: bool = False) -> Self:
         """Make the folder, or take one that is empty. `overwrite` also takes one that holds an earlier run, and removes that run.
 
         Call this late, when model and data are known to be good: the earlier run is gone afterwards.

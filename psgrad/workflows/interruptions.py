@@ -26,7 +26,7 @@ def held() -> Iterator[None]:
         waiting.append((signum, frame))
         signal.signal(signum, before[signum])
 
-    for signum in (signal.SIGINT, signal.SIGTERM):
+    for signum in (int(signal.SIGINT), int(signal.SIGTERM)):
         before[signum] = signal.getsignal(signum)
         if callable(before[signum]):
             signal.signal(signum, wait)
@@ -36,5 +36,5 @@ def held() -> Iterator[None]:
         for signum, handler in before.items():
             if callable(handler):
                 signal.signal(signum, handler)
-    for signum, frame in waiting:
-        before[signum](signum, frame)
+    for arrived, frame in waiting:
+        before[arrived](arrived, frame)

@@ -69,15 +69,23 @@ class Noise:
         deviation = self.standard_deviation(clipping.sensitivity(relation))
         self._check(sums, clipping, deviation)
         if clipping.grid is None:
-            return {name: self._continuous(value, deviation, generator) for name, value in sums.items()}
+            return self._continuous(sums, deviation, generator)
         sigma = deviation / clipping.grid * _UP
         return {name: self._discrete(value, sigma, clipping.grid, generator) for name, value in sums.items()}
 
-    def _continuous(self, value: Tensor, deviation: float, generator: Generator) -> Tensor:
+    def _continuous(self, sums: Mapping[str, Tensor], deviation: float, generator: Generator) -> dict[str, Tensor]:
+        """Tensors of one kind get their noise from one call: in a network of many small ones, calls take longer than numbers."""
         if not self.multiplier:
-            return value.clone()
-        drawn = generator.normal(value.shape, value.dtype, value.device)
-        return torch.add(value, drawn, alpha=deviation, out=drawn)
+            return {name: value.clone() for name, value in sums.items()}
+        kinds: dict[tuple[torch.dtype, torch.device], list[str]] = {}
+        for name, value in sums.items():
+            kinds.setdefault((value.dtype, value.device), []).append(name)
+        noisy: dict[str, Tensor] = {}
+        for (dtype, device), names in kinds.items():
+            sizes = [sums[name].numel() for name in names]
+            parts = generator.normal((sum(sizes),), dtype, device).mul_(deviation).split(sizes)
+            noisy.update((name, part.view(sums[name].shape).add_(sums[name])) for name, part in zip(names, parts, strict=True))
+        return {name: noisy[name] for name in sums}
 
     def _discrete(self, value: Tensor, sigma: float, grid: float, generator: Generator) -> Tensor:
         if self.multiplier:
