@@ -26,7 +26,7 @@ _FEW = 8
 _FINE, _COARSE = 8.0, 16.0
 _COARSEST = 1e-2
 # Points that a distribution may have, roughly.
-_POINTS = 500_000
+_POINTS = 200_000
 # More unlike multipliers than this are rounded down to so many.
 _UNLIKE = 256
 # What rounding may take off delta for each step that is composed: ten times what was measured on Gaussians, whose composition is known.
@@ -65,8 +65,9 @@ def _epsilon(events: Iterable[tuple[StepEvent, int]], delta: float, coarse: bool
     rounding = _ROUNDING * steps
     if delta < 10 * rounding:
         return Epsilon(None, f"delta is {delta:g}, and loss distributions of {steps} steps are exact to {10 * rounding:.0e} only")
-    counts, note = rounded_down(counts)
-    counts = gathered(counts)
+    note = None
+    if len(counts) > _FEW:
+        counts, note = rounded_down(gathered(counts))
     coarse = coarse or len(counts) > _FEW
     interval = interval_for(counts, coarse)
     value = (_by_convolution if coarse else pld_epsilon)(counts, delta - rounding if rounding > _UNSEEN * delta else delta, interval)

@@ -90,7 +90,7 @@ def epsilon_at(losses: Losses, delta: float, interval: float) -> float:
         return 0.0
     masses = losses.masses[::-1][: len(falling)]
     above = losses.infinite + np.cumsum(masses)
-    with np.errstate(under="ignore", divide="ignore", invalid="ignore"):
+    with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
         weighted = np.cumsum(masses * np.exp(-falling))
         epsilons = np.where(above > delta, np.log((above - delta) / weighted), -math.inf)
     below = np.append(falling[1:], 0.0)

@@ -131,10 +131,11 @@ class SampledGaussian:
         first, last = math.floor(low / interval), max(math.ceil(high / interval), math.floor(low / interval) + 1)
         deltas = np.minimum.accumulate(self.deltas(np.arange(first, last + 1) * interval))
         falls = -np.diff(deltas)
+        share = math.exp(-interval) / -math.expm1(-interval)
         masses = np.empty(len(deltas))
-        masses[0] = 1 - deltas[0] - falls[0] / math.expm1(interval)
-        masses[1:-1] = (math.exp(interval) * falls[:-1] - falls[1:]) / math.expm1(interval)
-        masses[-1] = falls[-1] / -math.expm1(-interval)
+        masses[0] = 1 - deltas[0] - falls[0] * share
+        masses[1:-1] = falls[:-1] + (falls[:-1] - falls[1:]) * share
+        masses[-1] = falls[-1] * (1 + share)
         return Losses(first, np.maximum(masses, 0.0), float(deltas[-1]))
 
 

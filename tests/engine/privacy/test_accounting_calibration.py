@@ -1,0 +1,143 @@
+"""The noise that a target needs, and epsilon after each of many steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from psgrad.engine.privacy.accounting import (
+    Events,
+    StepEvent,
+    calibration,
+    coarse_epsilon_pld,
+    curve_accountant,
+    epsilon_curve,
+    epsilon_pld,
+    epsilon_rdp,
+    noise_multiplier_for,
+)
+from psgrad.engine.privacy.schedules import Schedule
+from psgrad.errors import ConfigError
+from tests.engine.privacy.accountants import fixed, gaussian_epsilon, poisson, truncated
+
+
+def steps_of(make: Callable[[float], StepEvent], steps: int, schedule: Schedule = Schedule()) -> Callable[[float], Events]:  # noqa: B008
+    return lambda base: [(make(multiplier), number) for multiplier, number in schedule.runs(base, steps)]
+
+
+# -- the noise that a target needs -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "steps", "target", "accountant"),
+    [
+        (lambda z: poisson(z, 0.0712), 300, 3.0, epsilon_pld),
+        (lambda z: poisson(z, 0.05, "replace_one"), 100, 0.5, epsilon_pld),
+        (lambda z: truncated(z, 0.02, 120, 5_000), 100, 0.2, epsilon_pld),
+        (lambda z: fixed(z), 100, 2.0, epsilon_pld),
+        (lambda z: poisson(z, 0.0712, mechanism="discrete_gaussian"), 300, 3.0, epsilon_rdp),
+    ],
+    ids=["poisson", "replaced", "truncated", "fixed", "discrete"],
+)
+def test_the_target_is_met_and_hardly_undercut(make: Any, steps: int, target: float, accountant: Any) -> None:
+    events_for = steps_of(make, steps)
+    multiplier = noise_multiplier_for(target, 1e-5, events_for)
+    value = accountant(events_for(multiplier), 1e-5).value
+    assert target * (1 - 1e-3) < value <= target
+    # What is printed with six digits is what was solved for.
+    assert float(f"{multiplier:.6g}") == multiplier
+
+
+@pytest.mark.parametrize(("target", "steps"), [(0.01, 1), (0.3, 10_000), (2.0, 1), (2.0, 10_000), (50.0, 1)])
+def test_gaussians_get_the_noise_of_their_closed_form(target: float, steps: int) -> None:
+    multiplier = noise_multiplier_for(target, 1e-6, steps_of(lambda z: fixed(z, "zero_out"), steps))
+    exact = gaussian_epsilon(1e-6, math.sqrt(steps) / multiplier)
+    assert target * (1 - 2.5e-3) < exact <= target
+
+
+@pytest.mark.parametrize("kind", ["exponential", "list"])
+def test_a_schedule_is_solved_for_its_base(kind: str) -> None:
+    schedule = (
+        Schedule("exponential", factor=0.97)
+        if kind == "exponential"
+        else Schedule("list", multipliers=tuple(1 + t / 20 for t in range(20)))
+    )
+    events_for = steps_of(lambda z: poisson(z, 0.1), 20, schedule)
+    base = noise_multiplier_for(2.0, 1e-5, events_for)
+    value = epsilon_pld(events_for(base), 1e-5).value
+    assert 2.0 * (1 - 1e-3) < value <= 2.0  # type: ignore[operator]
+    assert events_for(base)[0][0].noise_multiplier == base
+
+
+def test_it_takes_few_looks_at_the_slow_accountant(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[float] = []
+
+    def counted(events: Events, delta: float) -> Any:
+        looks.append(events[0][0].noise_multiplier)
+        return coarse_epsilon_pld(events, delta)
+
+    monkeypatch.setattr(calibration, "epsilon_pld", counted)
+    for target in (0.1, 1.0, 10.0):
+        looks.clear()
+        noise_multiplier_for(target, 1e-5, steps_of(lambda z: poisson(z, 0.05), 200))
+        assert 1 <= len(looks) <= 4
+
+
+@pytest.mark.parametrize(
+    ("target", "make", "steps", "wording"),
+    [
+        (1e-4, lambda z: poisson(z, 1.0), 10**9, r"needs a noise multiplier above 1e\+06"),
+        (1e-4, lambda z: poisson(z, 1.0, mechanism="discrete_gaussian"), 10**9, r"needs a noise multiplier above 1e\+06"),
+        (1.0, lambda z: poisson(z, 1e-7), 1, "is met without noise to speak of"),
+        (1e9, lambda z: fixed(z), 1, "is met without noise to speak of"),
+        (3.0, lambda z: poisson(z, 0.1), 0, "for no steps at all"),
+        (0.0, lambda z: poisson(z, 0.1), 1, "the target epsilon is 0.0"),
+        (-1.0, lambda z: poisson(z, 0.1), 1, "the target epsilon is -1.0"),
+        (math.inf, lambda z: poisson(z, 0.1), 1, "the target epsilon is inf"),
+        (math.nan, lambda z: poisson(z, 0.1), 1, "the target epsilon is nan"),
+    ],
+)
+def test_a_target_that_has_no_noise_is_refused(target: float, make: Any, steps: int, wording: str) -> None:
+    with pytest.raises(ConfigError, match=wording):
+        noise_multiplier_for(target, 1e-5, steps_of(make, steps))
+
+
+# -- epsilon after each of many steps --------------------------------------------------------------------------------------------------
+
+
+def test_the_curve_is_epsilon_after_so_many_steps() -> None:
+    schedule = Schedule("step", every=7, factor=0.9)
+    events = [(poisson(multiplier, 0.1), steps) for multiplier, steps in schedule.runs(2.0, 40)]
+    curve = epsilon_curve(events, 1e-5, points=10)
+    assert curve_accountant(events) == "RDP"
+    assert curve[0][0] == 1
+    assert curve[-1] == (40, pytest.approx(epsilon_rdp(events, 1e-5).value, rel=1e-12))
+    assert len(curve) == 10
+    for steps, value in curve:
+        spent = [(poisson(multiplier, 0.1), number) for multiplier, number in schedule.runs(2.0, steps)]
+        assert value == pytest.approx(epsilon_rdp(spent, 1e-5).value, rel=1e-12)
+
+
+def test_the_curve_goes_by_losses_where_moments_don_t_cover() -> None:
+    one, other = poisson(1.0, 0.05, "replace_one"), poisson(0.8, 0.05, "replace_one")
+    events = [(one, 3), (other, 5)]
+    assert curve_accountant(events) == "PLD"
+    curve = dict(epsilon_curve(events, 1e-5, points=[2, 3, 6, 8, 9]))
+    assert list(curve) == [2, 3, 6, 8]
+    assert curve[2] == coarse_epsilon_pld([(one, 2)], 1e-5).value
+    assert curve[6] == coarse_epsilon_pld([(one, 3), (other, 3)], 1e-5).value
+    assert list(curve.values()) == sorted(curve.values())
+
+
+def test_a_curve_has_each_number_of_steps_once() -> None:
+    assert [steps for steps, _ in epsilon_curve([(poisson(1.0, 0.1), 3)], 1e-5, points=50)] == [1, 2, 3]
+    assert epsilon_curve([], 1e-5) == []
+    assert epsilon_curve([(poisson(1.0, 0.1), 0)], 1e-5) == []
+    assert epsilon_curve([(poisson(0.0, 0.1), 2)], 1e-5) == [(1, math.inf), (2, math.inf)]
+    with pytest.raises(ConfigError, match="0 points of a curve"):
+        epsilon_curve([(poisson(1.0, 0.1), 3)], 1e-5, points=0)
+    with pytest.raises(ConfigError, match="delta is 2"):
+        epsilon_curve([(poisson(1.0, 0.1), 3)], 2)

@@ -1,0 +1,220 @@
+"""Events of steps: their ledger lines, from which anyone recomputes epsilon, and what no accountant covers."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from psgrad.engine.privacy.accounting import StepEvent, adaptive_multiplier, epsilon_pld, epsilon_rdp, event_of, merged
+from psgrad.engine.privacy.adaptive import AdaptiveBound
+from psgrad.engine.privacy.sampling import Sampling
+from psgrad.errors import ConfigError
+from tests.engine.privacy.accountants import fixed, poisson, truncated
+
+EVENTS = [
+    poisson(1.1, 0.0712),
+    poisson(1.1, 0.0712, "zero_out"),
+    poisson(0.7, 1.0, "replace_one"),
+    poisson(1.5, 0.1, mechanism="discrete_gaussian"),
+    truncated(1.0, 0.01, 140, 10_000),
+    truncated(1.0, 0.01, 140, 10_000, "replace_one"),
+    fixed(3.0),
+    fixed(3.0, "zero_out"),
+    poisson(0.0, 0.3),
+]
+
+
+# -- ledger lines ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=str)
+def test_a_line_gives_its_event_back(event: StepEvent) -> None:
+    line = json.loads(json.dumps(event.line()))
+    assert event_of(line) == event
+    # A ledger's lines have more: what else is in them does not matter.
+    assert event_of({"kind": "step", "position": 7, "previous": "abc", "clipping": "def", "sensitivity": 2.0, **line}) == event
+
+
+@given(st.floats(0, 1e6), st.floats(1e-9, 1.0))
+def test_no_digit_is_lost_in_a_line(multiplier: float, rate: float) -> None:
+    event = poisson(multiplier, rate)
+    assert event_of(json.loads(json.dumps(event.line()))) == event
+
+
+def test_a_line_names_what_epsilon_depends_on() -> None:
+    assert truncated(1.0, 0.01, 140, 10_000).line() == {
+        "noise_multiplier": 1.0,
+        "scheme": "truncated_poisson",
+        "sample_rate": 0.01,
+        "max_batch_size": 140,
+        "dataset_size": 10_000,
+        "relation": "zero_out",
+        "mechanism": "gaussian",
+    }
+
+
+@pytest.mark.parametrize("missing", ["noise_multiplier", "scheme", "sample_rate", "relation", "mechanism"])
+def test_a_line_that_lacks_a_field_is_refused(missing: str) -> None:
+    line = poisson(1.0, 0.1).line()
+    del line[missing]
+    with pytest.raises(ConfigError, match=f"a ledger line has no field '{missing}'"):
+        event_of(line)
+
+
+def test_a_line_that_contradicts_itself_is_refused() -> None:
+    with pytest.raises(ConfigError, match="batch_size is given, and poisson sampling has none"):
+        event_of(poisson(1.0, 0.1).line() | {"batch_size": 32})
+    with pytest.raises(ConfigError, match="the sampling scheme is 'shuffled'"):
+        event_of(poisson(1.0, 0.1).line() | {"scheme": "shuffled"})
+
+
+def library_epsilons(lines: list[dict[str, Any]], delta: float) -> tuple[float | None, float | None]:
+    """RDP and PLD epsilon of ledger lines with dp-accounting alone: what docs/dp.md tells an auditor to run."""
+    import dp_accounting as dpa
+    from dp_accounting import pld, rdp
+
+    relations = {
+        "add_or_remove_one": dpa.NeighboringRelation.ADD_OR_REMOVE_ONE,
+        "replace_one": dpa.NeighboringRelation.REPLACE_ONE,
+        "zero_out": dpa.NeighboringRelation.REPLACE_SPECIAL,
+    }
+    relation = relations[lines[0]["relation"]]
+
+    def event(line: dict[str, Any], multiplier: float) -> Any:
+        if line["scheme"] == "truncated_poisson":
+            return dpa.TruncatedSubsampledGaussianDpEvent(line["dataset_size"], line["sample_rate"], line["max_batch_size"], multiplier)
+        gaussian = dpa.GaussianDpEvent(multiplier)
+        return gaussian if line["scheme"] == "fixed" else dpa.PoissonSampledDpEvent(line["sample_rate"], gaussian)
+
+    by_moments, by_losses = rdp.RdpAccountant(neighboring_relation=relation), pld.PLDAccountant(relation)
+    for line in {json.dumps(line, sort_keys=True) for line in lines}:
+        fields, count = json.loads(line), sum(json.dumps(other, sort_keys=True) == line for other in lines)
+        # REPLACE_ONE doubles the sensitivity in PLDAccountant, which wants the noise over one record's bound; RDP wants it over what the
+        # sum moves by, which a line's noise_multiplier is.
+        plain = event(fields, fields["noise_multiplier"])
+        doubled = event(fields, 2 * fields["noise_multiplier"] if fields["relation"] == "replace_one" else fields["noise_multiplier"])
+        by_losses.compose(doubled, count)
+        by_moments = by_moments.compose(plain, count) if by_moments is not None and by_moments.supports(plain) else None
+    return None if by_moments is None else by_moments.get_epsilon(delta), by_losses.get_epsilon(delta)
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [(poisson(2.0, 0.0712), 300)],
+        [(poisson(2.0, 0.02, "zero_out"), 50), (poisson(3.0, 0.02, "zero_out"), 25), (poisson(2.0, 0.04, "zero_out"), 3)],
+        [(poisson(1.5, 0.02, "replace_one"), 100)],
+        [(truncated(4.0, 0.02, 110, 5_000), 100)],
+        [(truncated(2.0, 0.02, 110, 5_000, "replace_one"), 100)],
+        [(fixed(20.0), 40), (fixed(25.0), 10)],
+        [(fixed(20.0, "zero_out"), 40)],
+    ],
+    ids=lambda events: "-".join(event.sampling.scheme for event, _ in events) + "-" + events[0][0].relation,
+)
+def test_epsilon_follows_from_the_lines_with_dp_accounting_alone(events: list[tuple[StepEvent, int]]) -> None:
+    lines = [json.loads(json.dumps(event.line())) for event, steps in events for _ in range(steps)]
+    spent = merged((event_of(line), 1) for line in lines).items()
+    rdp, pld = library_epsilons(lines, 1e-5)
+    ours = epsilon_rdp(spent, 1e-5)
+    assert (ours.value is None) == (rdp is None)
+    if rdp is not None:
+        assert ours.value == pytest.approx(rdp, rel=1e-9)
+    value = epsilon_pld(spent, 1e-5)
+    assert value.interval == 1e-4
+    assert value.value == pytest.approx(pld, rel=1e-9)
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("multiplier", [-1.0, math.nan, math.inf, True, "1"])
+def test_a_multiplier_that_is_none_is_refused(multiplier: Any) -> None:
+    with pytest.raises(ConfigError, match=r"the noise multiplier is .*\n  expected: a finite number, at least 0"):
+        poisson(multiplier, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "wording"),
+    [
+        (lambda: fixed(1.0, "add_or_remove_one"), "no accountant covers fixed sampling under add_or_remove_one"),
+        (
+            lambda: truncated(1.0, 0.1, 10, 50, "add_or_remove_one"),
+            "no accountant covers truncated_poisson sampling under add_or_remove_one",
+        ),
+        (
+            lambda: poisson(1.0, 0.1, "replace_one", mechanism="discrete_gaussian"),
+            "no accountant covers discrete noise with poisson sampling under replace_one",
+        ),
+        (
+            lambda: StepEvent(1.0, truncated(1.0, 0.1, 10, 50).sampling, "zero_out", "discrete_gaussian"),
+            "no accountant covers discrete noise with truncated_poisson sampling under zero_out",
+        ),
+        (lambda: poisson(1.0, 0.1, "add_one"), "the relation is 'add_one'"),
+        (lambda: poisson(1.0, 0.1, mechanism="laplace"), "the mechanism is 'laplace'"),
+    ],
+)
+def test_what_no_accountant_covers_is_refused(make: Any, wording: str) -> None:
+    with pytest.raises(ConfigError, match=wording):
+        make()
+
+
+@pytest.mark.parametrize("steps", [-1, 2.0, 0.5, True, "3", None])
+def test_steps_are_whole_numbers(steps: Any) -> None:
+    with pytest.raises(ConfigError, match=r"the number of steps is .*\n  expected: a whole number"):
+        epsilon_rdp([(poisson(1.0, 0.1), steps)], 1e-5)
+
+
+def test_numbers_of_steps_may_be_numpys() -> None:
+    assert merged([(poisson(1.0, 0.1), np.int64(3))]) == {poisson(1.0, 0.1): 3}
+
+
+def test_equal_events_are_one() -> None:
+    one, other = poisson(1.0, 0.1), poisson(2.0, 0.1)
+    assert merged([(one, 2), (other, 1), (one, 3), (other, 0)]) == {one: 5, other: 1}
+    assert merged([(one, 0)]) == {}
+
+
+def test_steps_under_two_relations_do_not_add_up() -> None:
+    with pytest.raises(ConfigError, match="several relations: add_or_remove_one, zero_out"):
+        epsilon_rdp([(poisson(1.0, 0.1), 1), (poisson(1.0, 0.1, "zero_out"), 1)], 1e-5)
+
+
+@pytest.mark.parametrize("delta", [0, 1, -1e-5, 1.5, math.nan, "1e-5", True])
+@pytest.mark.parametrize("accountant", [epsilon_rdp, epsilon_pld])
+def test_delta_is_between_0_and_1(accountant: Any, delta: Any) -> None:
+    with pytest.raises(ConfigError, match=r"delta is .*\n  expected: a number above 0 and below 1"):
+        accountant([(poisson(1.0, 0.1), 1)], delta)
+
+
+# -- an adaptive bound's share ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("relation", ["add_or_remove_one", "replace_one", "zero_out"])
+@given(multiplier=st.floats(0.1, 5.0), room=st.floats(1.01, 50.0))
+def test_sum_and_count_cost_together_what_is_accounted(relation: Any, multiplier: float, room: float) -> None:
+    bound = AdaptiveBound(1.0, count_multiplier=room * multiplier / 2)
+    of_sum = adaptive_multiplier(multiplier, bound.count_multiplier)
+    assert of_sum > multiplier
+    # One Gaussian release of both, each in units of its noise: how far a record moves it.
+    moved = math.hypot(1 / of_sum, bound.sensitivity(relation) / bound.standard_deviation(relation))
+    assert 1 / moved == pytest.approx(multiplier, rel=1e-9)
+
+
+@pytest.mark.parametrize("count_multiplier", [0.5, 0.25, 0.0])
+def test_a_count_that_costs_all_is_refused(count_multiplier: float) -> None:
+    with pytest.raises(ConfigError, match=r"the count's is .*\n  expected: a count_noise_multiplier above half"):
+        adaptive_multiplier(1.0, count_multiplier)
+
+
+def test_no_noise_is_shared_out_as_none() -> None:
+    assert adaptive_multiplier(0.0, 10.0) == 0.0
+
+
+def test_events_are_values() -> None:
+    assert {poisson(1.0, 0.1): 1}[StepEvent(1.0, Sampling("poisson", sample_rate=0.1), "add_or_remove_one")] == 1

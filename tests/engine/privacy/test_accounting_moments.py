@@ -1,0 +1,214 @@
+"""Epsilon by moments: against dp-accounting, Opacus's constants, and sums over the integers."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import special
+
+from psgrad.engine.privacy.accounting import epsilon_rdp, moments
+from psgrad.engine.privacy.accounting.moments import ORDERS, sampled_gaussian_moments, step_moments
+from psgrad.engine.privacy.schedules import Schedule
+from tests.engine.privacy.accountants import fixed, gaussian_epsilon, poisson, truncated
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet() -> None:
+    """dp-accounting warns of orders at which a series does not end."""
+    import absl.logging
+
+    absl.logging.set_verbosity(absl.logging.ERROR)
+
+
+def library_accountant(rate: float, multiplier: float, steps: int = 1) -> Any:
+    import dp_accounting as dpa
+    from dp_accounting import rdp
+
+    return rdp.RdpAccountant().compose(dpa.PoissonSampledDpEvent(rate, dpa.GaussianDpEvent(multiplier)), steps)
+
+
+def test_the_orders_are_those_of_dp_accounting() -> None:
+    from dp_accounting.rdp import RdpAccountant
+
+    np.testing.assert_array_equal(RdpAccountant().orders, ORDERS)
+
+
+@settings(max_examples=12)
+@given(rate=st.floats(1e-4, 0.999), multiplier=st.floats(0.2, 20.0), steps=st.integers(1, 20_000), power=st.floats(-9, -2))
+def test_epsilon_is_that_of_dp_accounting(rate: float, multiplier: float, steps: int, power: float) -> None:
+    expected, order = library_accountant(rate, multiplier, steps).get_epsilon_and_optimal_order(10**power)
+    found = epsilon_rdp([(poisson(multiplier, rate), steps)], 10**power)
+    assert found.value == pytest.approx(expected, rel=1e-9)
+    assert found.order is None or found.order == order
+
+
+@pytest.mark.parametrize(("rate", "multiplier"), [(0.01, 1.0), (0.5, 0.7), (0.9, 2.0), (0.999, 0.3), (1e-3, 1.1), (0.2, 0.1), (1.0, 1.3)])
+def test_the_rates_are_those_of_dp_accounting(rate: float, multiplier: float) -> None:
+    expected = library_accountant(rate, multiplier).rdp
+    found = sampled_gaussian_moments(rate, multiplier)
+    # Where the library's series does not end, it leaves the order out, and so is it here.
+    np.testing.assert_array_equal(np.isfinite(found), np.isfinite(expected))
+    known = np.isfinite(expected)
+    # Its own rounding is 1e-15 of a logarithm, whatever the logarithm's size.
+    np.testing.assert_allclose(found[known], expected[known], rtol=1e-9, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("rate", "multiplier", "steps", "delta", "epsilon"),
+    [
+        (0.01, 1.0, 1_000, 1e-5, 2.1014),
+        (256 / 60_000, 1.1, 14_040, 1e-5, 2.5944),
+        (0.01, 1.0, 10_000, 1e-5, 6.7128),
+        (0.001, 1.1, 100_000, 1e-6, 1.7059),
+    ],
+)
+def test_known_runs(rate: float, multiplier: float, steps: int, delta: float, epsilon: float) -> None:
+    assert epsilon_rdp([(poisson(multiplier, rate), steps)], delta).value == pytest.approx(epsilon, abs=5.1e-5)
+
+
+def test_opacus_says_nearly_the_same() -> None:
+    # The constant of Opacus's tests. It lets the terms of the series for fractional orders have their signs; dp-accounting and this
+    # module add them all, which is a little more.
+    opacus = 7.32911117143
+    value = epsilon_rdp([(poisson(1.5, 0.04), 2250)], 1e-5).value
+    assert value is not None
+    assert opacus <= value <= opacus + 1e-3
+
+
+@pytest.mark.parametrize("multiplier", [0.5, 1.0, 4.0, 300.0])
+def test_small_moments_don_t_cancel(multiplier: float) -> None:
+    # Order 2 in closed form: 1 + q^2 (exp(1 / z^2) - 1).
+    rate = 1e-6
+    exact = math.log1p(rate**2 * math.expm1(1 / multiplier**2))
+    assert sampled_gaussian_moments(rate, multiplier)[ORDERS == 2.0] == pytest.approx(exact, rel=1e-12)
+
+
+def test_rates_rise_with_the_order_and_fall_with_the_noise() -> None:
+    # At whole orders: in between, the series' terms are all added, and the rates are larger than the true ones.
+    whole = np.floor(ORDERS) == ORDERS
+    before = np.full(whole.sum(), math.inf)
+    for multiplier in (0.3, 0.6, 1.0, 3.0, 50.0):
+        rates = sampled_gaussian_moments(0.05, multiplier)
+        assert (rates > 0).all()
+        assert (np.diff(rates[whole]) > 0).all()
+        assert (rates[whole] < before).all()
+        # And never below the rate of a lower order.
+        lower = np.array([rates[whole][ORDERS[whole] <= order].max(initial=0.0) for order in ORDERS])
+        assert (rates >= lower * (1 - 1e-9)).all()
+        before = rates[whole]
+
+
+# -- edges -----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_no_noise_has_no_epsilon() -> None:
+    assert epsilon_rdp([(poisson(0.0, 0.1), 1), (poisson(1.0, 0.1), 5)], 1e-5).value == math.inf
+    assert epsilon_rdp([(fixed(0.0), 1)], 1e-5).value == math.inf
+
+
+def test_no_steps_cost_nothing() -> None:
+    assert epsilon_rdp([], 1e-5).value == 0.0
+    assert epsilon_rdp([(poisson(0.0, 0.1), 0)], 1e-5).value == 0.0
+
+
+def test_epsilon_is_not_negative() -> None:
+    assert epsilon_rdp([(poisson(50.0, 0.01), 1)], 0.5).value == 0.0
+    assert epsilon_rdp([(poisson(1e5, 1e-4), 1)], 1e-5).value >= 0.0  # type: ignore[operator]
+
+
+def test_a_rate_of_one_is_the_plain_gaussian() -> None:
+    assert epsilon_rdp([(poisson(5.0, 1.0), 7)], 1e-5) == epsilon_rdp([(fixed(5.0, "zero_out"), 7)], 1e-5)
+    value = epsilon_rdp([(poisson(5.0, 1.0), 7)], 1e-5).value
+    exact = gaussian_epsilon(1e-5, math.sqrt(7) / 5)
+    assert exact < value < 1.15 * exact  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(("multiplier", "steps", "order"), [(1e4, 1, 1024.0), (0.01, 10, 1.1)])
+def test_an_order_at_the_edge_is_told(multiplier: float, steps: int, order: float) -> None:
+    found = epsilon_rdp([(fixed(multiplier), steps)], 1e-8)
+    assert found.order == order
+    assert found.note is not None
+    assert "edge" in found.note
+    assert epsilon_rdp([(fixed(1.0), 1)], 1e-5).note is None
+
+
+@pytest.mark.parametrize(
+    ("event", "why"),
+    [
+        (poisson(1.0, 0.1, "replace_one"), "the moments of poisson sampling under replace_one are not known"),
+        (truncated(1.0, 0.1, 20, 100), "the moments of truncated Poisson sampling are not known"),
+    ],
+)
+def test_what_moments_don_t_cover_has_a_reason(event: Any, why: str) -> None:
+    found = epsilon_rdp([(event, 3)], 1e-5)
+    assert found.value is None
+    assert found.why_not == why
+
+
+# -- noise on the integers -------------------------------------------------------------------------------------------------------------
+
+
+def log_moment(sigma: float, shift: int, rate: float, order: float, removed: bool) -> float:
+    """log of the moment of one step's ratio on the integers, summed one by one: the true one, whatever the formula says."""
+    reach = int(60 * sigma) + 60 + 2 * shift * int(order)
+    k = np.arange(-reach, reach + 1, dtype=np.float64)
+    log_base = -(k**2) / (2 * sigma**2)
+    log_base -= special.logsumexp(log_base)
+    log_moved = log_base + (2 * k * shift - shift**2) / (2 * sigma**2)
+    with np.errstate(divide="ignore"):
+        log_mixed = np.logaddexp(np.log1p(-rate) + log_base, np.log(rate) + log_moved)
+    upper, lower = (log_mixed, log_base) if removed else (log_base, log_mixed)
+    return float(special.logsumexp(order * upper + (1 - order) * lower))
+
+
+@pytest.mark.parametrize(("sigma", "shift"), [(0.4, 1), (1.0, 1), (2.5, 1), (3.0, 2), (7.0, 5)])
+@pytest.mark.parametrize("rate", [0.001, 0.1, 0.7, 1.0])
+def test_moments_on_the_integers_are_those_of_the_continuous_noise(sigma: float, shift: int, rate: float) -> None:
+    rates = step_moments(poisson(sigma / shift, rate, mechanism="discrete_gaussian"))
+    for order in (2, 3, 4, 8, 16, 32):
+        exact = log_moment(sigma, shift, rate, order, removed=True)
+        assert (order - 1) * rates[order == ORDERS][0] == pytest.approx(exact, rel=1e-9, abs=1e-14)
+        # A record that is added costs no more.
+        assert log_moment(sigma, shift, rate, order, removed=False) <= exact * (1 + 1e-9) + 1e-14
+
+
+def test_between_whole_orders_the_integers_differ_and_are_left_out() -> None:
+    continuous, on_integers = step_moments(poisson(0.3, 1.0)), step_moments(poisson(0.3, 1.0, mechanism="discrete_gaussian"))
+    exact = log_moment(0.3, 1, 1.0, 1.5, removed=True)
+    assert exact != pytest.approx(0.5 * continuous[ORDERS == 1.5][0], rel=0.1)
+    whole = np.floor(ORDERS) == ORDERS
+    np.testing.assert_array_equal(on_integers[whole], continuous[whole])
+    assert np.isinf(on_integers[~whole]).all()
+
+
+def test_discrete_noise_costs_little_more() -> None:
+    smooth = epsilon_rdp([(poisson(1.1, 0.0712), 300)], 1e-5)
+    discrete = epsilon_rdp([(poisson(1.1, 0.0712, mechanism="discrete_gaussian"), 300)], 1e-5)
+    assert smooth.value <= discrete.value < 1.05 * smooth.value  # type: ignore[operator]
+    assert discrete.order == math.floor(discrete.order or 0)
+
+
+# -- speed -----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_s_moments_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed = []
+    monkeypatch.setattr(
+        moments, "sampled_gaussian_moments", lambda rate, multiplier: computed.append(multiplier) or np.full(len(ORDERS), 1e-3)
+    )
+    schedule = Schedule("step", every=10, factor=0.987654321)
+    for step in range(1, 61):
+        epsilon_rdp([(poisson(m, 0.0123), n) for m, n in schedule.runs(1.23, step)], 1e-5)
+    assert len(computed) == 6
+    step_moments.cache_clear()
+
+
+def test_moments_do_without_dp_accounting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    assert epsilon_rdp([(poisson(1.0, 0.01), 1000)], 1e-5).value == pytest.approx(2.1014, abs=1e-4)
