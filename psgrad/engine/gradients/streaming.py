@@ -99,6 +99,8 @@ class Stream:
         self.automatic = chunk_size == "auto"
         self.chunk_size = _PROBE if chunk_size == "auto" else int(chunk_size)
         self.retries = 0
+        self._passed = 0  # rows of all runs, this one's included
+        self._measured = False  # whether the chunk size comes from one small chunk's factors
         self._too_large: int | None = None  # the smallest size that failed since one as large went through
         self._alone: Sequence[int] | None = None  # the row that failed by itself, once
         self._read, self._reading = read, threading.Lock()
@@ -165,6 +167,10 @@ class Stream:
         way: what is computed of each chunk and handed to the measures, a function with the arguments of `per_sample_gradients`; None
         for the gradients, or for the norms alone where no measure asks for more.
         """
+        self._passed += count
+        if self._measured and self._passed >= _PREDICTED_FROM:  # one run after another: more rows than the first one knew of
+            self.automatic, self._measured = True, False
+        foreseen, most = (self._way(measures), count) if way is None else (per_sample_gradients, _LARGEST_AUTO_CHUNK)
         waiting: list[Chunk | range] = []  # rows to go on with, read or not, the next ones last
         reached = 0
         with Loader(self.read, self.device, self.dtype, self.say) as loader:
@@ -174,7 +180,7 @@ class Stream:
                 reached = max(reached, chunk.stop)
                 values = None
                 if isinstance(chunk, Chunk) and self.automatic:
-                    self._predict(loader, chunk, self._way(measures) if way is None else per_sample_gradients, count)
+                    self._predict(loader, chunk, foreseen, most)
                 if isinstance(chunk, Chunk) and len(chunk) <= self.chunk_size:
                     if not self.automatic and not any(isinstance(later, range) for later in waiting):
                         loader.expect(reached, min(reached + self.chunk_size, count))
@@ -254,7 +260,7 @@ class Stream:
         in memory.
         """
         self.retries += 1
-        self.automatic = False
+        self.automatic = self._measured = False
         where = f"rows {rows[0]} to {rows[-1]}" if len(rows) > 1 else f"row {rows[0]}"
         if len(rows) == 1:
             self._alone = rows
@@ -273,23 +279,24 @@ class Stream:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _predict(self, loader: Loader, chunk: Chunk, how: Callable[..., Any], count: int) -> None:
-        """The chunk size by prediction, where it is worth it or memory was given, and where there is one to be had."""
-        if self.memory is None and count < _PREDICTED_FROM:
+    def _predict(self, loader: Loader, chunk: Chunk, how: Callable[..., Any], most: int) -> None:
+        """The chunk size, `most` at most, by prediction, where it is worth it or memory was given, and where there is one to be had."""
+        if self.memory is None and self._passed < _PREDICTED_FROM:
             return
         way = self._bound(how)
         try:
             inputs, target = loader.place(chunk)
             budget = chunk_budget(self.device, self.memory)
-            most = min(_LARGEST_AUTO_CHUNK, count)
-            self.chunk_size = chunk_for(lambda size: predict(way, self.params, inputs, target, size), budget, most)
+            self.chunk_size = chunk_for(
+                lambda size: predict(way, self.params, inputs, target, size), budget, min(_LARGEST_AUTO_CHUNK, most)
+            )
         except Exception:  # its course depends on data; or the model fails, and does so again where the row is told
             return
         self.automatic = False
 
     def _size_chunks(self, gradients: PerSampleGradients) -> None:
         """The chunk size by what the first chunk's factors took."""
-        self.automatic = False
+        self.automatic, self._measured = False, self._passed < _PREDICTED_FROM  # else a prediction was tried, in vain
         kept = sum(f.numel() * f.element_size() for g in gradients.gradients.values() for p in g.terms for f in p.term.factors)
         each = max(1, kept // max(len(gradients), 1)) * _ROOM_PER_FACTOR_BYTE
         self.chunk_size = max(1, min(_LARGEST_AUTO_CHUNK, chunk_budget(self.device, self.memory) // each))

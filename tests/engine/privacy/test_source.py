@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from psgrad.engine.gradients import streaming
 from psgrad.engine.gradients.streaming import Stream
 from psgrad.engine.objective import Objective
 from psgrad.engine.privacy import clipped as module
@@ -105,6 +106,28 @@ def test_a_stream_goes_on_with_parameters_that_an_optimiser_has_changed(
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.5)
+
+
+def test_a_small_first_batch_does_not_make_small_chunks_of_later_ones(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    stream, clipping = stream_of(model, batch, memory=1 << 20), Clipping.flat(names_of(model), 0.5)
+    stream_source(stream, 2)(clipping)
+    assert stream.chunk_size > RECORDS
+
+
+def test_after_many_batches_the_chunk_size_is_predicted_once(
+    model: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for the first one, which may be the only one; and the sums go on."""
+    predicted: list[int] = []
+    monkeypatch.setattr(streaming, "_PREDICTED_FROM", 3 * RECORDS)
+    monkeypatch.setattr(streaming, "chunk_for", lambda trace_at, budget, most: predicted.append(most) or 5)
+    stream, clipping = stream_of(model, batch), Clipping.flat(names_of(model), 0.5)
+    sizes = []
+    for _ in range(5):
+        assert_same(stream_source(stream, RECORDS)(clipping), expected_of(model, batch, clipping))
+        sizes.append(stream.chunk_size)
+    assert predicted == [1024]
+    assert sizes == [1024, 1024, 5, 5, 5]
 
 
 def test_a_chunk_that_runs_out_of_memory_counts_once(
