@@ -17,7 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from psgrad.storage import crash
+
+_SECONDS = 60  # a child that takes longer hangs
 
 Tell = Callable[[Any], None]
 Go = Callable[[Path, Tell], None]
@@ -68,6 +72,8 @@ def _be_the_child(body: Callable[[Tell], None], crash_at: int, reading: int, wri
     """Never returns: the child must not go on with the tests of its parent."""
     try:
         os.close(reading)
+        signal.alarm(_SECONDS)
+        torch.set_num_threads(1)  # the parent's other threads were not forked, and a parallel kernel would wait for them for ever
         os.fsync = lambda descriptor: None  # a killed process leaves its writes to the system; power cuts are test_power_cut.py's
 
         def send(line: dict[str, Any]) -> None:

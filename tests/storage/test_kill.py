@@ -1,4 +1,4 @@
-"""kill -9 at every durable operation: the ledger never lags a release, no checkpoint is torn, and the run goes on."""
+"""kill -9 at durable operations: the ledger never lags a release, no checkpoint is torn, the run goes on, and mistakes would be found."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ from tests.crashes import Tell, in_a_child, kill_and_resume, points_of
 from tests.storage.runs import Run, check, go
 
 
-def test_killed_at_every_operation_and_resumed(tmp_path: Path) -> None:
+def test_killed_and_resumed(tmp_path: Path) -> None:
+    # at every third operation; test_kill_dp_step.py takes every one, of the real run
     points = points_of(go, tmp_path / "undisturbed")
-    deaths = 0
-    for at in range(1, points + 1):
-        # of every other run the process that resumes is killed as well, each time elsewhere
-        deaths += kill_and_resume(go, check, tmp_path / str(at), [at] if at % 2 else [at, 1 + at * 37 % (points // 2)])
-    assert deaths >= 100
+    for at in range(1, points + 1, 3):
+        assert kill_and_resume(go, check, tmp_path / str(at), [at]) == 1
 
 
 def test_killed_again_and_again(tmp_path: Path) -> None:
