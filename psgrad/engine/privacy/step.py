@@ -67,8 +67,8 @@ def private_sum(
     records, waiting = clipped.records, dict(clipped.sums)
     del clipped  # each sum goes when its noisy one is there, unless the source keeps it
     sums: dict[str, Tensor] = {}
-    for name in list(waiting):
-        sums |= noise.add({name: waiting.pop(name)}, clipping, relation, generator)
+    for names in _pieces(waiting):
+        sums |= noise.add({name: waiting.pop(name) for name in names}, clipping, relation, generator)
     following = adaptive
     if adaptive is not None:
         if expected_batch_size is None:
@@ -82,6 +82,24 @@ def sharing_with_count(clipping: Clipping, noise: Noise, adaptive: AdaptiveBound
     if adaptive is None:
         return clipping, noise
     return clipping.with_bound(adaptive.bound), replace(noise, multiplier=adaptive_multiplier(noise.multiplier, adaptive.count_multiplier))
+
+
+# Numbers that get their noise at a time: few enough that their noise and the sums without it, which are in memory together for so long, add
+# little to the peak; enough that calls take no time beside them. A larger tensor is one piece.
+_PIECE = 1 << 17
+
+
+def _pieces(sums: Mapping[str, Tensor]) -> list[list[str]]:
+    """The names in their order, in runs whose tensors have no more than `_PIECE` numbers together, or of a single larger tensor."""
+    pieces: list[list[str]] = []
+    numbers = 0
+    for name, value in sums.items():
+        numbers += value.numel()
+        if not pieces or numbers > _PIECE:
+            pieces.append([])
+            numbers = value.numel()
+        pieces[-1].append(name)
+    return pieces
 
 
 class PrivateTraining:
