@@ -196,11 +196,13 @@ def _setting_facts(step: dict[str, Any]) -> list[tuple[str, str]]:
         ("sampling", f"{sampling_words(step)} ({step['sampling']['scheme']})"),
     ]
     if step.get("clipping"):
-        facts.append(("clipping", _clipping_words(step["clipping"])))
+        facts.append(("clipping", _clipping_words(step["clipping"], step.get("adaptive"))))
     if step.get("noise_multiplier") is not None:
         facts.append(("noise", _noise_words(step)))
     elif step.get("sensitivity") is not None:
         facts.append(("noise", f"{step['mechanism']}, a multiple of the sensitivity {number(step['sensitivity'])} on the sum"))
+    if step.get("schedule", {}).get("kind", "constant") != "constant":
+        facts.append(("schedule", _schedule_words(step["schedule"])))
     return facts
 
 
@@ -213,11 +215,21 @@ def _noise_words(step: dict[str, Any]) -> str:
     return f"{words}{number(sensitivity)}; with the bound's count it is accounted as {number(accounted)}"
 
 
-def _clipping_words(clipping: dict[str, Any]) -> str:
+def _schedule_words(schedule: dict[str, Any]) -> str:
+    if schedule["kind"] == "list":
+        return "each step has a multiplier of its own"
+    every = f"{schedule['every']:,} steps" if schedule["kind"] == "step" else "step"
+    return f"the multiplier changes by a factor of {compact(schedule['factor'])} every {every}"
+
+
+def _clipping_words(clipping: dict[str, Any], adaptive: dict[str, Any] | None = None) -> str:
     groups = clipping["groups"]
     bounds = sorted({group["bound"] for group in groups})
     rule = "normalised to below" if clipping.get("rule") == "automatic" else "clipped to"
     norms = f"norm {number(bounds[0])}" if len(bounds) == 1 else f"norms {number(bounds[0])} to {number(bounds[-1])}"
+    if adaptive is not None:
+        follows = f"follows the {adaptive['quantile']:.0%} quantile of all, {number(bounds[0])} at first"
+        return f"each record's gradient clipped to a norm that {follows}"
     if len(groups) == 1:
         return f"each record's gradient {rule} {norms}"
     return f"each record's gradient {rule} {norms} in each of {count(len(groups), 'group')} of parameters"

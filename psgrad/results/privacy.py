@@ -42,6 +42,7 @@ STEP_KEYS = (
     "generator",
     "insecure_deterministic",
     "clipping",
+    "adaptive",
     "sampling",
     "schedule",
     "optimizer",
@@ -105,7 +106,7 @@ class DPPlanResult:
     """What `psgrad dp-step --plan` foretells, without the data: one NoisePlan a multiplier, smallest multiplier first.
 
     `setting` holds the keys of STEP_KEYS that are known before a run: planned_steps, delta, relation, unit, scheme, sampling,
-    sample_rate, sensitivity, expected_batch_size, mechanism, target_epsilon, why_not. `plot` is where the figure was written.
+    sample_rate, sensitivity, expected_batch_size, mechanism, schedule, target_epsilon, why_not. `plot` is where the figure was written.
     """
 
     rows: list[NoisePlan]

@@ -53,6 +53,7 @@ def dp_plan(config: Config, multipliers: Sequence[float] | None = None) -> DPPla
         "sensitivity": clipping_without_model(privacy).sensitivity(privacy.relation),
         "expected_batch_size": privacy.expected_batch_size,
         "mechanism": privacy.noise.mechanism,
+        "schedule": schedule_of(privacy).describe(),
         "target_epsilon": privacy.noise.target_epsilon,
         "why_not": {key: reason for key, reason in why_not.items() if reason is not None},
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from importlib.metadata import version
 from typing import Any
 
@@ -61,6 +62,11 @@ def ledger_header(setup: PrivateSetup, base: float) -> dict[str, Any]:
     }
 
 
+def why_no_number(epsilon: Epsilon) -> str | None:
+    """Why a file has no number for this epsilon; None where it has one. JSON knows no infinity."""
+    return "infinite, as a step had no noise" if epsilon.value == math.inf else epsilon.why_not
+
+
 def architecture_hash(model: nn.Module) -> str:
     """The SHA-256 of the names, types and shapes of all parameters and buffers."""
     shapes = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors_of(model).items()}
@@ -110,7 +116,7 @@ class Statement:
         planned_rdp = epsilon_rdp(self.planned, privacy.delta)
         planned_pld = pld if final and len(lines) == privacy.steps else epsilon_pld(self.planned, privacy.delta) if final else pld
         latest = lines[-1] if lines else self._before_any_step()
-        why_not = {"epsilon_rdp": rdp.why_not, "epsilon_pld": pld.why_not}
+        why_not = {"epsilon_rdp": why_no_number(rdp), "epsilon_pld": why_no_number(pld)}
         step = {
             "format": _STEP_FORMAT,
             "versions": software(),
@@ -132,6 +138,7 @@ class Statement:
             "generator": self.generator.name,
             "insecure_deterministic": privacy.noise.seed is not None,
             "clipping": ledger.header["clipping"],
+            "adaptive": ledger.header["adaptive"],
             "sampling": self.setup.sampling.describe(),
             "schedule": schedule_of(privacy).describe(),
             "optimizer": privacy.optimizer.model_dump(),
