@@ -21,7 +21,6 @@ from psgrad.engine.privacy.refusals import require_expected_batch_size, require_
 from psgrad.engine.privacy.sampling import Sampling
 from psgrad.engine.privacy.schedules import Schedule
 from psgrad.engine.privacy.source import GradientSource
-from psgrad.engine.verify import spread_rows
 from psgrad.errors import ConfigError
 from psgrad.inputs.imports import resolve
 from psgrad.workflows.setup import Setup, set_up
@@ -129,7 +128,8 @@ def refuse(setup: PrivateSetup) -> None:
     privacy, run = setup.privacy, setup.run
     require_small_delta(privacy.delta, len(setup.records))
     require_expected_batch_size(privacy.expected_batch_size, setup.sampling, len(setup.records))
-    looked_at = run.reader.take(np.array(spread_rows(len(run.samples), _ROWS_LOOKED_AT)))
+    count = len(run.samples)
+    looked_at = run.reader.take(np.linspace(0, count - 1, min(count, _ROWS_LOOKED_AT), dtype=np.int64))  # from all over the data
     inputs, target = placed(looked_at.inputs, looked_at.target, run.device, run.dtype)
     require_separate_records(run.objective, inputs, target)
 
