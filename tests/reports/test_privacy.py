@@ -19,6 +19,7 @@ from psgrad.reports.privacy import (
     compact,
     epsilon,
     guarantee,
+    live_words,
     spent_words,
     write_plan_of_noise,
     write_private_steps,
@@ -85,6 +86,11 @@ def test_an_accountant_without_an_answer_says_why() -> None:
     told = answers(written(epsilon_pld=None, why_not=why))
     assert told["privacy spent"] == f"epsilon 1.235 (RDP) at delta 1e-5; no PLD: {why['epsilon_pld']}"
     assert spent_words(private_runs.step(epsilon_pld=None, epsilon_rdp=None)) == "no epsilon at delta 1e-5"
+
+
+def test_epsilon_is_told_live_where_it_is_known() -> None:
+    assert live_words(1.23401, 1e-5) == "epsilon 1.235 (RDP, delta 1e-5)"
+    assert live_words(None, 1e-5) == "epsilon at the end"
 
 
 def test_no_noise_is_told_as_no_privacy() -> None:
