@@ -1,0 +1,128 @@
+"""`psgrad dp-step` with records of several rows, from the config to the weights: what is clipped is the record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from psgrad.engine.privacy.accounting import Epsilon
+from tests.oracles import one_sample_gradients
+from tests.private_workplace import EXACT, PrivateWorkplace
+from tests.workplace import ROWS, Workplace
+
+BOUND = 0.5
+USERS = np.array([0] * 9 + [1] + [2] * (ROWS - 12) + [1, 1])
+
+
+def rows_of(user: int) -> np.ndarray:
+    return np.flatnonzero(np.equal(USERS, user))
+
+
+@pytest.fixture
+def private(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWorkplace:
+    """A run without noise on all records, without the figures and the slow accountant, which take longest."""
+    monkeypatch.setattr("psgrad.workflows.private_training.write_plots", lambda result, public, private: None)
+    monkeypatch.setattr("psgrad.workflows.private_statement.epsilon_pld", lambda events, delta: Epsilon(None, "not asked for in this test"))
+    found = PrivateWorkplace(workplace)
+    found.privacy.update(EXACT)
+    found.workplace.save(user=np.array([f"user-{user}" for user in USERS]))
+    return found
+
+
+def gradients(private: PrivateWorkplace, change: Callable[[Tensor], Tensor] = lambda x: x) -> dict[str, Tensor]:
+    """name -> [rows, *shape], in float64, one row after another."""
+    x, y = torch.from_numpy(private.workplace.arrays["x"]).double(), torch.from_numpy(private.workplace.arrays["y"])
+    return one_sample_gradients(private.workplace.model.double(), F.cross_entropy, (change(x),), y)
+
+
+def require_step(private: PrivateWorkplace, records: list[dict[str, Tensor]]) -> None:
+    """The weights are those after a step on these records, each clipped by itself."""
+    expected_batch_size = private.privacy["expected_batch_size"]
+    before = private.workplace.model.state_dict()
+    norms = [torch.cat([value.flatten() for value in record.values()]).norm() for record in records]
+    for name, after in private.weights().items():
+        moved = sum(record[name] * min(1.0, BOUND / float(norm)) for record, norm in zip(records, norms, strict=True))
+        torch.testing.assert_close(after, before[name].double() - moved / expected_batch_size, rtol=1e-6, atol=1e-9)
+
+
+def test_rows_of_a_user_are_added_and_the_first_ones_count(private: PrivateWorkplace) -> None:
+    private.privacy.update(unit={"column": "user", "combine": "sum", "max_rows": 4}, expected_batch_size=3)
+    private.succeeded()
+    assert private.step()["unit"] == "all rows with one user, at most 4 of them, summed inside it"
+    rows = gradients(private)
+    require_step(private, [{name: value[rows_of(user)[:4]].sum(0) for name, value in rows.items()} for user in range(3)])
+
+
+@pytest.mark.parametrize("unit", [None, {"column": "user"}])
+def test_copies_of_a_row_are_averaged_inside_its_record(private: PrivateWorkplace, unit: dict[str, str] | None) -> None:
+    (private.folder / "augment.py").write_text(
+        "calls = 0\ndef turned(x):\n    global calls\n    calls += 1\n    return -x if calls % 2 else 2 * x\n"
+    )
+    private.privacy["augmentation"] = {"function": "augment.py:turned", "copies": 2}
+    if unit is not None:
+        private.privacy.update(unit=unit, expected_batch_size=3)
+    private.succeeded()
+    assert private.step()["unit"].endswith(", with 2 augmented copies averaged inside it")
+    one, other = gradients(private, lambda x: -x), gradients(private, lambda x: 2 * x)
+    members = [np.array([row]) for row in range(ROWS)] if unit is None else [rows_of(user) for user in range(3)]
+    require_step(private, [{name: torch.cat([one[name][rows], other[name][rows]]).mean(0) for name in one} for rows in members])
+
+
+def test_a_user_of_many_rows_is_refused_without_a_cap(private: PrivateWorkplace) -> None:
+    rows = 1002
+    private.workplace.save(
+        x=np.zeros((rows, 4), np.float32), y=np.zeros(rows, int), uid=np.arange(rows), user=np.array([0] * (rows - 1) + [1])
+    )
+    private.privacy.update(unit={"column": "user"}, expected_batch_size=2)
+    private.refused(3, "the unit 0 has 1001 rows", "next step: set privacy.unit.max_rows")
+    private.privacy["unit"]["max_rows"] = 8
+    private.succeeded()
+
+
+def test_a_column_that_is_not_there(private: PrivateWorkplace) -> None:
+    private.privacy["unit"] = {"column": "usr"}
+    private.refused(2, "has no column 'usr'; did you mean user?")
+
+
+@pytest.mark.parametrize(
+    ("changed", "code", "words"),
+    [
+        ({"delta": 0.05}, 2, "privacy.delta is 0.05, and the dataset has 24 records"),
+        ({"expected_batch_size": 200}, 2, "privacy.expected_batch_size is 200, and batches will have about 24 records"),
+        ({"trainable": ["heads.*"]}, 2, "privacy.trainable: no parameter matches 'heads.*'"),
+    ],
+)
+def test_what_does_not_fit_the_data_or_the_model_stops_the_run_before_its_ledger(
+    private: PrivateWorkplace, changed: dict[str, object], code: int, words: str
+) -> None:
+    private.privacy.update(changed)
+    private.refused(code, words)
+    assert not private.run_folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("return self.net(x) - self.net(x).mean(0)", "what the model makes of a row changes with the other rows of its batch"),
+        ("self.seen += x.mean().detach()\n        return self.net(x)", "a forward pass changes the buffer seen"),
+        ("self.last, x = x.detach(), x + self.last\n        return self.net(x)", "once others have passed"),
+    ],
+)
+def test_a_model_whose_records_are_not_apart_stops_the_run(private: PrivateWorkplace, body: str, words: str) -> None:
+    private.workplace.use_model(
+        "class Model(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.net = nn.Linear(4, 3)\n"
+        "        self.last = torch.zeros(1, 4)\n"
+        "        self.register_buffer('seen', torch.zeros(()))\n"
+        "    def forward(self, x):\n"
+        f"        {body}\n"
+    )
+    private.refused(3, words)
+    assert not private.run_folder.exists()
