@@ -6,6 +6,7 @@ import json
 import re
 import runpy
 import shlex
+import statistics
 import subprocess
 import sys
 import time
@@ -147,6 +148,17 @@ def test_files_that_the_page_names_are_written(two_steps: tuple[Path, str, float
     written = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     known = {str(path.relative_to(folder)) for name in named for path in folder.glob(name)}
     assert written == known
+
+
+def test_the_table_of_accuracies_is_the_stored_result() -> None:
+    stored = json.loads((ROOT / "benchmarks" / "results" / "dp-utility-cpu.json").read_text(encoding="utf-8"))
+    last = {side: [seed[-1] for seed in seeds] for side, seeds in stored["accuracy"].items()}
+    expected = [[f"{statistics.mean(right):.1f} %", f"{statistics.stdev(right):.1f}"] for right in last.values()]
+    table = TEXT[TEXT.index("| after 150 steps") :].split("\n\n")[0].splitlines()[2:]
+    assert list(last) == ["psgrad", "opacus"]
+    assert [[cell.strip() for cell in line.strip("|").split("|")][1:] for line in table] == expected
+    assert stored["settings"]["steps"] == 150
+    assert stored["epsilon"]["psgrad, pld"] == pytest.approx(3.0, abs=0.01)
 
 
 def test_the_readme_shows_what_the_page_shows() -> None:
