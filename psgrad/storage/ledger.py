@@ -89,6 +89,7 @@ class Ledger:
         *,
         expected: Mapping[str, Any] | None = None,
         mark: Mapping[str, Any] | None = None,
+        seen: LedgerContent | None = None,
     ) -> Ledger:
         """Go on with a ledger: a resume line with this note is on the disk when this returns. Nothing is written where it is refused.
 
@@ -96,6 +97,7 @@ class Ledger:
             note: what the resume line says besides: the checkpoint's step, the generator, the code's version.
             expected: what the header must say, for a run that goes on with the same data, model, sampling and clipping.
             mark: what `mark()` gave when the checkpoint was made, among other things (a checkpoint's metadata); None without a checkpoint.
+            seen: what `read` said before the ledger was in hand, where the caller relies on it: it must say the same still.
 
         Raises:
             ConfigError: the header says otherwise than `expected`.
@@ -106,6 +108,12 @@ class Ledger:
             require_begun(content)
             require_same(content.header, expected or {}, f"the ledger {path}")
             require_mark(content, mark)
+            if seen is not None and seen.digests != content.digests:
+                raise LedgerError(
+                    f"the ledger {path} changed while this run was getting ready",
+                    cause="another process went on with the run and has ended since",
+                    next_step="resume again: it goes on from there",
+                )
             ledger._write(RESUME, _without_own_keys(note), content)
         except BaseException:
             ledger.close()

@@ -55,7 +55,8 @@ def dp_step(
 
     Args:
         steps: how many of the planned ones to take now.
-        resume: go on with the run in the config's output folder.
+        resume: go on with the run in the config's output folder. Where all planned steps are paid for and the process that paid ended
+            before it could publish, that is done now, and no step is taken.
         overwrite: replace what an earlier run left in that folder; one that has a ledger is never replaced.
         insecure_deterministic: whether `privacy.noise.seed` may be set, which makes the noise public.
 
@@ -71,7 +72,10 @@ def dp_step(
         PrivateRunFolder.require_free(config.output, overwrite)
         before = None
     taken = 0 if before is None else len(before.steps)
-    require_steps_left(privacy, taken, steps)
+    if before is not None and taken == privacy.steps and not folder.finished:
+        steps = 0  # the process that paid for the last step ended before it could publish what came of it
+    else:
+        require_steps_left(privacy, taken, steps)
     clock = Clock()
     with clock("load"):
         setup = set_up_privately(config, lambda message: progress(Progress(taken, taken + steps, "steps", message, "step")))
@@ -172,7 +176,7 @@ def opened_ledger(folder: PrivateRunFolder, before: LedgerContent | None, header
         return Ledger.create(folder.ledger, {**header, "versions": software()})
     note = {"checkpoint_step": 0 if snapshot is None else snapshot.metadata["step"], "versions": software()}
     mark = None if snapshot is None else {key: snapshot.metadata[key] for key in ("ledger_position", "ledger_sha256")}
-    return Ledger.resume(folder.ledger, note, expected=header, mark=mark)
+    return Ledger.resume(folder.ledger, note, expected=header, mark=mark, seen=before)
 
 
 def adapted(setup: PrivateSetup, snapshot: Snapshot) -> AdaptiveBound | None:

@@ -15,6 +15,7 @@ from safetensors.torch import load
 from psgrad.config import load_config
 from psgrad.engine.privacy.accounting import Epsilon
 from psgrad.engine.privacy.snapshot import Snapshot
+from psgrad.errors import ConfigError
 from psgrad.results import Progress
 from psgrad.storage import Ledger
 from psgrad.storage.folders import manifest_of
@@ -28,7 +29,7 @@ STEPS = 1  # are taken by each process
 
 
 @pytest.fixture
-def go(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> Go:
+def private(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWorkplace:
     """Steps of a run with momentum and a checkpoint after each, without the slow accountant; of the figures, their files alone."""
 
     def write_plots(result: Any, public: Callable[[str, bytes], None], private: Callable[[str, bytes], None]) -> None:
@@ -39,7 +40,11 @@ def go(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> Go:
     monkeypatch.setattr("psgrad.workflows.private_statement.epsilon_pld", lambda events, delta: Epsilon(None, "not asked for"))
     private = PrivateWorkplace(workplace)
     private.privacy.update({"steps": 100, "checkpoint_every": 1, "optimizer": {"name": "SGD", "kwargs": {"lr": 0.1, "momentum": 0.9}}})
+    return private
 
+
+@pytest.fixture
+def go(private: PrivateWorkplace) -> Go:
     def go(folder: Path, tell: Tell) -> None:
         private.config["output"] = str(folder)
         (private.folder / "config.yaml").write_text(yaml.safe_dump(private.config))
@@ -90,3 +95,13 @@ def test_killed_at_every_operation_and_resumed(go: Go, tmp_path: Path) -> None:
         # of every third run the process that resumes is killed as well, each time elsewhere
         deaths += kill_and_resume(go, check, tmp_path / f"run-{at}", [at] if at % 3 else [at, 1 + at * 37 % (points // 2)])
     assert deaths >= 100
+
+
+def test_the_last_step_is_published_by_who_resumes(private: PrivateWorkplace, go: Go, tmp_path: Path) -> None:
+    # no step is left to take when the process dies that paid for the last one
+    private.privacy["steps"] = STEPS
+    points = points_of(go, tmp_path / "undisturbed")
+    for at in (points // 2, points // 4 * 3):
+        assert kill_and_resume(go, check, tmp_path / f"run-{at}", [at, 5]) == 2
+    with pytest.raises(ConfigError, match="0 of the 1 planned ones are left"):
+        go(tmp_path / f"run-{at}", print)

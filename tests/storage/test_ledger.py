@@ -418,6 +418,17 @@ def test_a_second_process_is_refused(tmp_path: Path) -> None:
     assert elsewhere().told == [6]
 
 
+def test_a_process_that_came_and_went_meanwhile_is_noticed(tmp_path: Path) -> None:
+    path = a_ledger(tmp_path / "ledger.jsonl")
+    seen = Ledger.read(path)
+    with Ledger.resume(path, {}, seen=seen) as ledger:
+        ledger.append({"step": 3})
+    with pytest.raises(LedgerError, match="changed while this run was getting ready") as refusal:
+        Ledger.resume(path, {}, seen=seen)
+    assert "another process" in str(refusal.value)
+    Ledger.resume(path, {}, seen=Ledger.read(path)).close()
+
+
 def test_a_refusal_lets_go_of_the_ledger(tmp_path: Path) -> None:
     path = a_ledger(tmp_path / "ledger.jsonl")
     for _ in range(2):

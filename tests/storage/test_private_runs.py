@@ -151,6 +151,15 @@ def test_what_can_t_be_resumed(tmp_path: Path) -> None:
     assert PrivateRunFolder.open(a_run(tmp_path / "private").path).checkpoint == tmp_path / "private" / "checkpoint.safetensors"
 
 
+def test_whether_the_last_process_came_to_its_end(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "run")
+    assert not folder.finished
+    folder.write_manifest({"state": "finished"})
+    assert folder.finished
+    (folder.path / "manifest.json").unlink()
+    assert not folder.finished
+
+
 def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "run")
     kept = names(folder.path) | {".mine.1.tmp"}
