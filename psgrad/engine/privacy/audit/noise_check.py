@@ -18,8 +18,9 @@ Array = np.ndarray[Any, Any]
 
 # The probability that noise as declared raises an alarm, over all questions together.
 FALSE_ALARM = 1e-6
-# Numbers that are kept of a step, and of each tensor for the comparison of tensors. Noise that is off is off everywhere.
-_KEPT, _KEPT_OF_A_TENSOR = 1 << 14, 512
+# Numbers that are kept of a step, of each step after so many in all, and of each tensor for the comparison of tensors. Noise that is off is
+# off everywhere.
+_KEPT, _ENOUGH, _KEPT_LATER, _KEPT_OF_A_TENSOR = 1 << 16, 1 << 23, 1 << 12, 512
 # Tensors with fewer numbers say nothing about being alike, and more pieces than this are not compared with one another.
 _SMALLEST_PIECE, _MOST_PIECES = 32, 2000
 
@@ -55,7 +56,7 @@ class NoiseLog:
     def add(self, noisy: Mapping[str, Tensor], clean: Mapping[str, Tensor], std: float, grid: float | None = None) -> None:
         """One step: its noisy and its clipped sums (multiples of the grid, where there is one), and the noise's declared std, above 0."""
         step: list[Array] = []
-        room = _KEPT
+        room = _KEPT if sum(map(len, self._steps)) < _ENOUGH else _KEPT_LATER
         for name, value in noisy.items():
             head = value.detach().flatten()[: max(room, _KEPT_OF_A_TENSOR)].cpu().double()
             before = clean[name].detach().flatten()[: len(head)].cpu().double() * (1.0 if grid is None else grid)

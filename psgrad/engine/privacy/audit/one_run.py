@@ -185,7 +185,7 @@ class Rates:
 
 
 # The shares of the canaries that are out and whose scores a threshold leaves above it, if the noise is as declared.
-_TAILS = (0.3, 0.1, 0.03, 0.01, 0.003)
+_TAILS = (0.4, 0.1, 0.02, 0.003)
 # A threshold that fewer than so many canaries are expected above is no use.
 _FEWEST_ABOVE = 2.0
 

@@ -37,6 +37,18 @@ class NoNoise(Noise):
         return dict(sums)
 
 
+class SameNoise(Noise):
+    """Noise that starts from one seed for each tensor."""
+
+    def add(self, sums: dict[str, Tensor], clipping: Clipping, relation: Relation, generator: Generator) -> dict[str, Tensor]:  # type: ignore[override]
+        std = self.standard_deviation(clipping.sensitivity(relation))
+
+        def noisy(value: Tensor) -> Tensor:
+            return value + std * make_generator("torch", seed=3).normal((value.numel(),)).reshape(value.shape)
+
+        return {name: noisy(value) for name, value in sums.items()}
+
+
 class Unclipped(Clipping):
     """A bound that is declared and not kept to."""
 

@@ -24,7 +24,7 @@ from psgrad.engine.privacy.relation import Relation
 from psgrad.engine.privacy.sampling import Sampling
 from psgrad.engine.privacy.source import GradientSource, batch_source
 from psgrad.errors import ConfigError
-from tests.engine.privacy.audit.mechanisms import FLAT, PARAMETERS, Game, HalfNoise, NoNoise, Unclipped
+from tests.engine.privacy.audit.mechanisms import FLAT, PARAMETERS, Game, HalfNoise, NoNoise, SameNoise, Unclipped
 
 DELTA = 1e-5
 PER_PARAMETER = Clipping.per_parameter(PARAMETERS, 0.5)
@@ -132,27 +132,12 @@ class Repeating:
         return make_generator("torch", seed=7)
 
 
-class Alike(Generator):
-    """Gives each tensor the same numbers."""
-
-    name, secure = "alike", False
-
-    def uint64(self, n: int) -> np.ndarray:
-        return make_generator("torch", seed=3).uint64(n)
-
-    def normal(self, shape: object, dtype: torch.dtype = torch.float32, device: object = "cpu") -> torch.Tensor:
-        return make_generator("torch", seed=3).normal(shape, dtype)  # type: ignore[arg-type]
-
-    def _in_a_fork(self) -> None:
-        pass
-
-
 def test_noise_that_is_replayed_after_a_resume_is_found() -> None:
     assert "alike in two steps" in Game(FLAT, generator=Repeating(), steps=2).play().noise.alarms
 
 
 def test_noise_that_is_the_same_for_two_tensors_is_found() -> None:
-    assert "alike in two tensors" in Game(FLAT, generator=Alike).play().noise.alarms
+    assert "alike in two tensors" in Game(FLAT, noise=SameNoise).play().noise.alarms
 
 
 def test_a_count_that_says_nothing_is_no_alarm() -> None:
@@ -184,6 +169,7 @@ def test_records_beside_the_canaries_do_not_hide_them() -> None:
     game = Game(FLAT, canaries=500)
     alone, together = game.play(), game.play(records_source, 50)
     assert np.array_equal(alone.inside, together.inside)
+    assert together.scores == pytest.approx(alone.scores, abs=1e-4)
     assert together.noise.alarms == []
     found = judge(together, game.events(), DELTA, 0.95, None)
     assert found.declared

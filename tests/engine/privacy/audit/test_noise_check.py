@@ -38,6 +38,8 @@ def test_noise_as_declared_raises_no_alarm_and_its_p_values_are_uniform() -> Non
         found = np.array([check.p_values[question] for check in checks])
         assert found.min() > 1e-4
         assert 15 <= np.count_nonzero(found < 0.5) <= 45
+    for question in ("alike in two steps", "alike in two tensors"):  # these pay for the choice among many pairs
+        assert np.count_nonzero(np.array([check.p_values[question] for check in checks]) < 0.5) <= 45
     assert all(check.numbers == 4 * 3063 for check in checks)
 
 
