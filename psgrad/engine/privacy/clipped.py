@@ -114,23 +114,26 @@ class Clipper:
     ) -> ClippedSum:
         """The clipped sum of at least one record. The arguments are those of `per_sample_gradients`."""
         options = {"in_dims": in_dims, "has_aux": has_aux, "randomness": randomness}
+        job = Pass(loss, params, batch, in_dims, has_aux, randomness)
+        count, device = job.level.size, next(iter(params.values())).device
+        total = Total(self.clipping, params)
+        if self.clipping.grid is not None:
+            for rows in torch.arange(count, device=device).split(1):
+                total.add(self._rounded(per_sample_gradients(loss, params, *job.batch_of(rows), **options), params))
+            return total.found()
         found = self._at_once(loss, params, batch, options)
         if found is not None:
             return found
-        job = Pass(loss, params, batch, in_dims, has_aux, randomness)
-        if job.level.size == 1:
+        if count == 1:
             return self._alone(per_sample_gradients(loss, params, *batch, **options), params)
-        total = Total(self.clipping, params)
-        for rows in torch.arange(job.level.size).tensor_split(2):
-            total.add(self(loss, params, *job.batch_of(rows.to(next(iter(params.values())).device)), **options))
+        for rows in torch.arange(count, device=device).tensor_split(2):
+            total.add(self(loss, params, *job.batch_of(rows), **options))
         return total.found()
 
     # -- all records of a chunk together -------------------------------------------------------------------------------------------
 
     def _at_once(self, loss: Any, params: Mapping[str, torch.Tensor], batch: tuple[Any, ...], options: dict[str, Any]) -> ClippedSum | None:
         """The clipped sum by one pass; None where that may not be done."""
-        if self.clipping.grid is not None:
-            return self._rounded(per_sample_gradients(loss, params, *batch, **options), params)
         chosen: list[_Chosen] = []
 
         def weights(norms: SquareNorms) -> dict[str, torch.Tensor]:
@@ -142,10 +145,14 @@ class Clipper:
             return None
         return ClippedSum(found.sums, chosen[0].columns(found.norms.losses))
 
-    def _rounded(self, gradients: PerSampleGradients, params: Mapping[str, torch.Tensor]) -> ClippedSum:
-        """Each record's clipped gradient, written out for a few of them at a time, and rounded to the grid before the sum.
+    # -- a record by itself ------------------------------------------------------------------------------------------------------------
 
-        Integers promise an exact bound, so the norms are those of what is written out, in float64, and not of its factors.
+    def _rounded(self, gradients: PerSampleGradients, params: Mapping[str, torch.Tensor]) -> ClippedSum:
+        """The clipped gradient of one record, written out a parameter at a time, and rounded to the grid.
+
+        Integers promise an exact bound, so the norms are those of what is written out, in float64, and not of its factors. And they
+        promise that one record moves the sum by its own gradient and nothing else: so it is computed by itself, because kernels round
+        the gradients of a batch one way or another, by its size.
         """
         clipping, grid = _on_the_grid(self.clipping, params), self.clipping.grid or 1.0
         square_norms = {name: torch.zeros(len(gradients), dtype=torch.float64, device=value.device) for name, value in params.items()}
@@ -162,8 +169,6 @@ class Clipper:
         sums = {name: torch.zeros(value.shape, dtype=torch.int64, device=value.device) for name, value in params.items()}
         gradients.reduce(add, None)
         return ClippedSum(sums, chosen.columns(gradients.losses))
-
-    # -- a record by itself ------------------------------------------------------------------------------------------------------------
 
     def _alone(self, gradients: PerSampleGradients, params: Mapping[str, torch.Tensor]) -> ClippedSum:
         """The clipped gradient of one record, written out in float64; zero if it is not finite even there."""

@@ -162,6 +162,20 @@ def test_what_a_record_adds_keeps_to_the_bound_at_every_scale(architecture: Arch
             assert norms[0] >= 0.999999 * clipping.groups[0].bound
 
 
+@pytest.mark.parametrize("positions", [16, 64, 256])
+def test_entries_that_are_rounded_alike_exceed_the_bound_by_no_more_than_is_said(positions: int) -> None:
+    """The worst that was found: inputs and cotangents that are one number each, whose products all err to the same side."""
+    params = {"w": torch.randn(512, 512), "table": torch.randn(2000, 16)}
+    clipping, same = Clipping.per_parameter(params, 1e-3), torch.zeros(1, positions, dtype=torch.int64)
+    for number in torch.rand(8) + 0.1:
+
+        def loss(params: dict[str, Tensor], x: Tensor, index: Tensor, k: float = float(number)) -> Tensor:
+            return ((x @ params["w"].t()).sum() + nn.functional.embedding(index, params["table"]).sum()) * k
+
+        sums = batch_source(loss, params, torch.full((1, positions, 512), float(torch.rand(()))), same)(clipping).sums
+        assert all(norm <= group.bound * (1 + 2**-18) for norm, group in zip(group_norms(sums, clipping), clipping.groups, strict=True))
+
+
 def test_a_second_pass_in_halves_sums_the_gradients_that_the_norms_are_of(architecture: Architecture) -> None:
     """The gradient of a weighted loss would not do: the weights would be rounded to eight bits at every operator on the way back."""
     model, (inputs, target) = architecture.build(), architecture.batch(1)
