@@ -128,6 +128,27 @@ def test_one_sampled_step_is_the_integral_of_its_densities(event: StepEvent, sid
     assert exact >= delta * (1 - 1e-3)
 
 
+@pytest.mark.parametrize(("multiplier", "rate"), [(0.5, 0.3), (1.0, 0.05), (2.0, 0.8)])
+def test_no_other_replacement_costs_more(multiplier: float, rate: float) -> None:
+    """The accounted pair is that of opposite records. Others of the same bound: less far apart, or on one side."""
+    event = poisson(multiplier, rate, "replace_one")
+    grid = np.linspace(-40 * multiplier - 2, 40 * multiplier + 2, 100_001)
+
+    def drawn(mean: float) -> np.ndarray:
+        def noise(place: float) -> np.ndarray:
+            return np.exp(-(((grid - place) / multiplier) ** 2) / 2) / (multiplier * math.sqrt(2 * math.pi))
+
+        return (1 - rate) * noise(0.0) + rate * noise(mean)
+
+    step = SampledGaussian(event.pld_multiplier, rate, "replaced")
+    for epsilon in (-0.2, 0.0, 0.1, 0.5, 2.0):
+        accounted = step.deltas(np.array([epsilon]))[0]
+        for first, second in ((0.5, -0.5), (0.5, -0.3), (0.5, 0.0), (0.5, 0.4), (0.0, -0.5), (-0.1, -0.5), (0.2, -0.2)):
+            true = integrate.simpson(np.maximum(drawn(first) - math.exp(epsilon) * drawn(second), 0.0), x=grid)
+            assert true <= accounted + 1e-8
+            assert (first, second) != (0.5, -0.5) or true >= accounted - 1e-8
+
+
 # -- never below the truth -------------------------------------------------------------------------------------------------------------
 
 

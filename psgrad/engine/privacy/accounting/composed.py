@@ -66,7 +66,7 @@ def _epsilon(events: Iterable[tuple[StepEvent, int]], delta: float, coarse: bool
     if delta < 10 * rounding:
         return Epsilon(None, f"delta is {delta:g}, and loss distributions of {steps} steps are exact to {10 * rounding:.0e} only")
     note = None
-    if len(counts) > _FEW:
+    if coarse or len(counts) > _FEW:
         counts, note = rounded_down(gathered(counts))
     coarse = coarse or len(counts) > _FEW
     interval = interval_for(counts, coarse)

@@ -149,7 +149,7 @@ def _without_sampling(epsilons: np.ndarray, q: float) -> np.ndarray:
     return np.where(epsilons < 1, near, far)
 
 
-@functools.lru_cache(maxsize=32)
+@functools.lru_cache(maxsize=8)
 def gaussian_losses(multiplier: float, rate: float, change: Change, interval: float) -> Losses:
     """The losses of a sampled Gaussian, on a grid."""
     return SampledGaussian(multiplier, rate, change).on_grid(interval)

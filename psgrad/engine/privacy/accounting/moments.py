@@ -6,7 +6,7 @@ the Sampled Gaussian Mechanism", arXiv 1908.10530, section 3.3); adding a record
 on the integers has the same moments of integer order, as a shift by integers maps the integers to themselves, and the reflection that
 theorem 5 is proved by does so too; between the integers its moments are other ones, and these orders are left out.
 
-The numbers agree with dp_accounting.rdp.RdpAccountant, which takes 30 ms for a step where this takes one: a display that follows a run
+The numbers agree with dp_accounting.rdp.RdpAccountant, which takes 30 ms for a step where this takes two: a display that follows a run
 whose noise changes from step to step, and a search over noise multipliers, need thousands.
 """
 
