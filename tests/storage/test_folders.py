@@ -46,6 +46,12 @@ def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
     assert RunFolder.create(tmp_path).path == tmp_path
 
 
+def test_a_folder_whose_run_was_killed_at_birth_is_taken(tmp_path: Path) -> None:
+    (tmp_path / ".manifest.json.123.tmp").write_text('{"too')
+    RunFolder.require_free(tmp_path)
+    assert _names(RunFolder.create(tmp_path).path) == {"manifest.json"}
+
+
 def test_an_earlier_run_is_refused_and_replaced_only_on_demand(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path / "run")
     run.append_rows(ROWS)
@@ -77,6 +83,7 @@ def test_overwriting_leaves_strangers_files_and_what_links_point_to(tmp_path: Pa
     (run.path / "parts").symlink_to(treasure)
     (run.path / "notes.txt").write_text("mine")
     (run.path / ".samples.csv.123.tmp").write_text("left by a crash")
+    (run.path / ".manifest.json.123.tmp").write_text("left by a crash")
     RunFolder.create(run.path, overwrite=True)
     assert _names(run.path) == {"manifest.json", "notes.txt"}
     assert (treasure / "gold").exists()

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +93,16 @@ def test_the_hook_kills_where_it_is_told_to(tmp_path: Path) -> None:
         (True, b"new content", []),  # before the folder is synced
         (False, b"new content", []),
     ]
+
+
+def test_the_hook_is_armed_by_the_environment(tmp_path: Path) -> None:
+    script = "import sys; from pathlib import Path; from psgrad.storage import files; files.write_atomically(Path(sys.argv[1]), b'whole')"
+    command = [sys.executable, "-c", script, str(tmp_path / "file")]
+    done = subprocess.run(command, env={**os.environ, crash.VARIABLE: "3"}, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert not (tmp_path / "file").exists()
+    subprocess.run(command, check=True)
+    assert (tmp_path / "file").read_bytes() == b"whole"
 
 
 def test_the_hook_does_nothing_unless_it_is_armed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,8 +92,8 @@ def test_killed_at_every_operation_and_resumed(go: Go, tmp_path: Path) -> None:
     check(tmp_path / "undisturbed", [STEPS], True)
     deaths = 0
     for at in range(1, points + 1):
-        # of every third run the process that resumes is killed as well, each time elsewhere
-        deaths += kill_and_resume(go, check, tmp_path / f"run-{at}", [at] if at % 3 else [at, 1 + at * 37 % (points // 2)])
+        # of every tenth run the process that resumes is killed as well, each time elsewhere
+        deaths += kill_and_resume(go, check, tmp_path / f"run-{at}", [at] if at % 10 else [at, 1 + at * 37 % (points // 2)])
     assert deaths >= 100
 
 
