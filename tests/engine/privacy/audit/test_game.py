@@ -155,8 +155,8 @@ def test_a_count_that_says_nothing_is_no_alarm() -> None:
 
 
 def records_source(rows: np.ndarray) -> GradientSource:
-    """Records whose gradients are large in every coordinate."""
-    draws = torch.randn(50, 1, generator=torch.Generator().manual_seed(5))[torch.from_numpy(rows)]
+    """Records whose gradients are large in every coordinate, and of one sign, so that they add up."""
+    draws = 1 + torch.rand(50, 1, generator=torch.Generator().manual_seed(5))[torch.from_numpy(rows)]
 
     def loss(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         return sum((x * value.cos()).sum() + (x * value).sum() for value in params.values())  # type: ignore[return-value]
