@@ -23,7 +23,7 @@ def write_atomically(target: Path, data: bytes | memoryview) -> None:
     temporary = temporary_for(target)
     try:
         crash.point()
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         try:
             write_all(descriptor, data)
             sync(descriptor)
@@ -65,7 +65,7 @@ def sync(descriptor: int) -> None:
 def sync_folder(folder: Path) -> None:
     """Wait until the names in the folder are on the disk: without it a power cut may undo a rename. Raises OSError."""
     crash.point()
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -181,7 +181,7 @@ class Ledger:
         try:
             if flags & os.O_CREAT:
                 files.make_folder(path.parent)
-            descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | flags, 0o666)
+            descriptor = os.open(path, os.O_RDWR | os.O_APPEND | flags, 0o666)
         except OSError as error:
             raise unreadable(path, error) from error
         try:

@@ -24,6 +24,7 @@ OPTIMIZERS: dict[str, Make] = {
     "SGD with lr as a tensor": lambda p: torch.optim.SGD(p, lr=torch.tensor(0.1), momentum=0.5, foreach=False),
     "Adam": lambda p: torch.optim.Adam(p, lr=1e-2, betas=(0.8, 0.99)),
     "Adam with amsgrad": lambda p: torch.optim.Adam(p, amsgrad=True),
+    "Adam, fused": lambda p: torch.optim.Adam(p, fused=True),
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
     "Adamax": lambda p: torch.optim.Adamax(p),
     "Adadelta": lambda p: torch.optim.Adadelta(p),
