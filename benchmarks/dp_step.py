@@ -1,15 +1,18 @@
 """What a differentially private step costs, as a multiple of the ordinary step, beside Opacus.
 
-    python benchmarks/dp_step.py [--rounds 11] [--only cnn mlp] [--json FILE] [--device cpu] [--no-memory]
+    python benchmarks/dp_step.py [--rounds 11] [--only cnn mlp] [--json FILE] [--device cpu] [--no-memory] [--processor-time]
 
 For each network of models.py, everybody of dp_contenders.py takes whole steps of training on one dataset in memory: draw the records, take
 their rows, clip, add noise, divide by the expected batch size, SGD. All take turns in every round. The records are drawn by each in its own
-way, and paid for; the rows that are taken are the same for all, one Poisson batch, so that nobody has the luck of a small one.
+way, and paid for; the rows that are taken are the same for all, a Poisson batch that has the expected size, so that nobody has the luck of
+a small one.
 
-Before anything is timed, the noise is left out and the steps are compared: psgrad's with a float64 loop over single samples, Opacus's with
-psgrad's. A step that is wrong by more than 1e-5 (psgrad's) or 1e-3 (Opacus's), or refused, is named with its reason and not timed.
+Before anything is timed, the noise is left out, and each step is held against a float64 loop over single samples. Where psgrad's is off by
+more than 1e-5, nothing is timed; an Opacus way that is off by more than 1e-3, or refuses the network, is named with its reason.
 
 Memory is what a step allocates at its highest beyond the parameters and the batch, by PyTorch's allocator, as in memory.py.
+
+`--processor-time` is for a machine that does other things meanwhile: one thread, and the processor's time in place of the clock's.
 
 The bars: time at most 1.6 times plain's, and 1 / 1.3 of Opacus's fastest way that takes the network; memory at most 1.4 times plain's.
 Needs opacus of requirements-rivals.txt; where it is not installed its ways are left out, and named.
@@ -21,6 +24,7 @@ import argparse
 import copy
 import gc
 import json
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict
@@ -44,13 +48,15 @@ WRONG = {"psgrad": 1e-5, "rivals": 1e-3}
 
 
 class Dataset:
-    """Rows in memory, and the records of one Poisson batch of them."""
+    """Rows in memory, and the records of one Poisson batch of them: one that happens to have the expected size."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
         drawn = [case.draw() for _ in range(BATCHES)]
         self.inputs = torch.cat([inputs for inputs, _ in drawn]).to(device)
         self.target = torch.cat([target for _, target in drawn]).to(device)
-        self.batch = (torch.rand(len(self.inputs)) < 1 / BATCHES).nonzero().squeeze(1)
+        self.batch = torch.zeros(0, dtype=torch.int64)
+        while len(self.batch) != len(self.inputs) // BATCHES:
+            self.batch = (torch.rand(len(self.inputs)) < 1 / BATCHES).nonzero().squeeze(1)
 
     def rows(self) -> tuple[Tensor, Tensor]:
         batch = self.batch.to(self.inputs.device)
@@ -87,7 +93,7 @@ def exact_update(training: Training, data: Dataset) -> list[Tensor]:
 
 
 def update_of(build: Callable[[Training], Step], training: Training, data: Dataset) -> list[Tensor]:
-    """What a step without noise of this contender adds to each parameter: with a learning rate that rounding does not swallow."""
+    """What a step of this contender adds to each parameter."""
     step = build(training)
     before = [parameter.detach().clone() for parameter in step.parameters]
     step.update(*data.rows())
@@ -102,7 +108,7 @@ def distance(found: list[Tensor], expected: list[Tensor]) -> float:
 
 def able(training: Training, data: Dataset) -> tuple[dict[str, Callable[[Training], Step]], dict[str, str], dict[str, float]]:
     """(who can be timed, why the others can't, relative error of each). Raises AssertionError where psgrad is wrong itself."""
-    # A large learning rate: the update is the difference of parameters before and after, and what is lost is theirs, not its.
+    # The learning rate is large because the update is taken as a difference of parameters, whose own rounding must not show in it.
     silent = Training(training.model, training.records, training.sample_rate, training.bound, 0.0, learning_rate=1e3)
     expected = exact_update(silent, data)
     ours = update_of(psgrad, silent, data)
@@ -156,14 +162,16 @@ def verdicts(seconds: dict[str, Timing], memory: dict[str, int]) -> dict[str, An
     return found
 
 
-def contest(case: Case, rounds: int, device: torch.device, *, memory: bool = True) -> dict[str, Any]:
+def contest(
+    case: Case, rounds: int, device: torch.device, *, memory: bool = True, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, Any]:
     """Everybody on one network: prints the table, and returns what the JSON has of it."""
     training, data = pose(case, device)
     rivals, refused, errors = able(training, data)
     builders = {"plain": plain, "psgrad": psgrad, **rivals}
     peaks = {name: peak(build(training), data, device) for name, build in builders.items()} if memory else {}
     gc.collect()
-    seconds = time_in_turn({name: timed(build(training), data) for name, build in builders.items()}, rounds, device)
+    seconds = time_in_turn({name: timed(build(training), data) for name, build in builders.items()}, rounds, device, clock)
     verdict = verdicts(seconds, peaks)
     print_table(case, len(data.batch), seconds, peaks, errors, refused, verdict)
     return {
@@ -215,15 +223,21 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="cpu or cuda (default: %(default)s)")
     parser.add_argument("--no-memory", action="store_true", help="times only")
+    parser.add_argument("--processor-time", action="store_true", help="one thread's processor time, for a machine that is busy (CPU)")
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = parse_arguments()
     warnings.filterwarnings("ignore")  # the rivals' own, on every pass
-    facts = machine(arguments.device) | {"opacus": versions()["opacus"]}
+    clock = time.perf_counter
+    if arguments.processor_time:
+        torch.set_num_threads(1)
+        clock = time.process_time
+    facts = {"clock": clock.__name__} | machine(arguments.device) | {"opacus": versions()["opacus"]}
     print(", ".join(f"{name} {value}" for name, value in facts.items()) + f", {arguments.rounds} rounds")
-    cases = {name: contest(NETWORKS[name], arguments.rounds, arguments.device, memory=not arguments.no_memory) for name in arguments.only}
+    options = {"memory": not arguments.no_memory, "clock": clock}
+    cases = {name: contest(NETWORKS[name], arguments.rounds, arguments.device, **options) for name in arguments.only}
     if arguments.json is not None:
         content = {"machine": facts, "rounds": arguments.rounds, "bars": BARS, "cases": cases}
         arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

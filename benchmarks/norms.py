@@ -150,17 +150,22 @@ class Contest:
         return {"plain": self.plain, "torch.func": self.torch_func, "norms": self.norms, "clipped": self.clipped}
 
 
-def seconds(way: Callable[[], Any], repeats: int, device: torch.device) -> float:
-    """Wall-clock time of one call, the mean over `repeats` of them."""
-    start = time.perf_counter()
+Clock = Callable[[], float]
+
+
+def seconds(way: Callable[[], Any], repeats: int, device: torch.device, clock: Clock = time.perf_counter) -> float:
+    """Time of one call by the clock on the wall (or another one), the mean over `repeats` of them."""
+    start = clock()
     for _ in range(repeats):
         way()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return (time.perf_counter() - start) / repeats
+    return (clock() - start) / repeats
 
 
-def time_in_turn(ways: dict[str, Callable[[], Any]], rounds: int, device: torch.device) -> dict[str, Timing]:
+def time_in_turn(
+    ways: dict[str, Callable[[], Any]], rounds: int, device: torch.device, clock: Clock = time.perf_counter
+) -> dict[str, Timing]:
     """Every way once a round, after a first call of each that is thrown away and a second that tells how often to repeat it."""
     for way in ways.values():
         seconds(way, 1, device)
@@ -168,7 +173,7 @@ def time_in_turn(ways: dict[str, Callable[[], Any]], rounds: int, device: torch.
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, way in ways.items():
-            taken[name].append(seconds(way, repeats[name], device))
+            taken[name].append(seconds(way, repeats[name], device, clock))
 
     quartiles = {name: torch.tensor(times).quantile(torch.tensor([0.25, 0.5, 0.75])).tolist() for name, times in taken.items()}
     plain = quartiles["plain"][1]
