@@ -118,22 +118,21 @@ class Clipper:
         count, device = job.level.size, next(iter(params.values())).device
         total = Total(self.clipping, params)
         if self.clipping.grid is not None:
+            inside = _inside_the_grid(self.clipping, params)
             for rows in torch.arange(count, device=device).split(1):
-                total.add(self._rounded(per_sample_gradients(loss, params, *job.batch_of(rows), **options), params))
+                total.add(_alone(inside, per_sample_gradients(loss, params, *job.batch_of(rows), **options), torch.float64))
             return total.found()
         found = self._at_once(loss, params, batch, options)
         if found is not None:
             return found
         if count == 1:
-            return self._alone(per_sample_gradients(loss, params, *batch, **options), params)
+            return _alone(self.clipping, per_sample_gradients(loss, params, *batch, **options), _precision(params))
         for rows in torch.arange(count, device=device).tensor_split(2):
             total.add(self(loss, params, *job.batch_of(rows), **options))
         return total.found()
 
-    # -- all records of a chunk together -------------------------------------------------------------------------------------------
-
     def _at_once(self, loss: Any, params: Mapping[str, torch.Tensor], batch: tuple[Any, ...], options: dict[str, Any]) -> ClippedSum | None:
-        """The clipped sum by one pass; None where that may not be done."""
+        """The clipped sum of all records together; None where that may not be done."""
         chosen: list[_Chosen] = []
 
         def weights(norms: SquareNorms) -> dict[str, torch.Tensor]:
@@ -145,39 +144,21 @@ class Clipper:
             return None
         return ClippedSum(found.sums, chosen[0].columns(found.norms.losses))
 
-    # -- a record by itself ------------------------------------------------------------------------------------------------------------
 
-    def _rounded(self, gradients: PerSampleGradients, params: Mapping[str, torch.Tensor]) -> ClippedSum:
-        """The clipped gradient of one record, written out a parameter at a time, and rounded to the grid.
+def _alone(clipping: Clipping, gradients: PerSampleGradients, precision: torch.dtype) -> ClippedSum:
+    """The clipped gradient of one record, written out in float64, and rounded to the grid if there is one; zero if it is not finite.
 
-        Integers promise an exact bound, so the norms are those of what is written out, in float64, and not of its factors. And they
-        promise that one record moves the sum by its own gradient and nothing else: so it is computed by itself, because kernels round
-        the gradients of a batch one way or another, by its size.
-        """
-        clipping, grid = _on_the_grid(self.clipping, params), self.clipping.grid or 1.0
-        square_norms = {name: torch.zeros(len(gradients), dtype=torch.float64, device=value.device) for name, value in params.items()}
-
-        def measure(_: None, name: str, samples: slice, block: torch.Tensor) -> None:
-            square_norms[name][samples] = torch.linalg.vector_norm(block.double().flatten(1), dim=1).square()
-
-        def add(_: None, name: str, samples: slice, block: torch.Tensor) -> None:
-            sums[name] += round_to_grid(_times(block, factors[name][samples]), grid).sum(0)
-
-        gradients.reduce(measure, None)
-        chosen = _Chosen.of(clipping, square_norms, torch.float64)
-        factors = clipping.by_parameter(chosen.factors)
-        sums = {name: torch.zeros(value.shape, dtype=torch.int64, device=value.device) for name, value in params.items()}
-        gradients.reduce(add, None)
-        return ClippedSum(sums, chosen.columns(gradients.losses))
-
-    def _alone(self, gradients: PerSampleGradients, params: Mapping[str, torch.Tensor]) -> ClippedSum:
-        """The clipped gradient of one record, written out in float64; zero if it is not finite even there."""
-        values = {name: _in_float64(gradient) for name, gradient in gradients.gradients.items()}
-        square_norms = {name: value.square().sum().reshape(1) for name, value in values.items()}
-        chosen = _Chosen.of(self.clipping, square_norms, _precision(params), rounded=False)
-        factors = self.clipping.by_parameter(chosen.factors)
-        sums = {name: _times(value, factors[name])[0] for name, value in values.items()}
-        return ClippedSum(sums, chosen.columns(gradients.losses))
+    precision: what it will be added up in. Integers promise that a record moves the sum by its own gradient and nothing else, which is
+    why those that are rounded are computed by themselves, too: kernels round the gradients of a batch by its size.
+    """
+    values = {name: _in_float64(gradient) for name, gradient in gradients.gradients.items()}
+    square_norms = {name: value.square().sum().reshape(1) for name, value in values.items()}
+    chosen = _Chosen.of(clipping, square_norms, precision, rounded=False)
+    factors = clipping.by_parameter(chosen.factors)
+    sums = {name: torch.where(factors[name] == 0, 0.0, value * factors[name])[0] for name, value in values.items()}
+    if clipping.grid is not None:
+        sums = {name: round_to_grid(value, clipping.grid) for name, value in sums.items()}
+    return ClippedSum(sums, chosen.columns(gradients.losses))
 
 
 @dataclass(frozen=True)
@@ -212,7 +193,7 @@ def _precision(params: Mapping[str, torch.Tensor]) -> torch.dtype:
     return torch.float64 if all(value.dtype == torch.float64 for value in params.values()) else torch.float32
 
 
-def _on_the_grid(clipping: Clipping, params: Mapping[str, torch.Tensor]) -> Clipping:
+def _inside_the_grid(clipping: Clipping, params: Mapping[str, torch.Tensor]) -> Clipping:
     """The clipping whose records, once rounded to the grid, keep to the bounds of this one."""
     assert clipping.grid is not None
     groups = []
@@ -222,14 +203,8 @@ def _on_the_grid(clipping: Clipping, params: Mapping[str, torch.Tensor]) -> Clip
     return replace(clipping, groups=tuple(groups))
 
 
-def _times(values: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """[n, *shape] float64, each times its factor [n]; zero where that is zero, whatever the value."""
-    each = factors.reshape(-1, *(1,) * (values.dim() - 1))
-    return torch.where(each == 0, 0.0, values.double() * each)
-
-
 def _in_float64(gradient: DeferredGradient) -> torch.Tensor:
-    """[n, *shape], multiplied and summed in float64."""
+    """[1, *shape], multiplied and summed in float64."""
     if not gradient.terms:
         return torch.zeros(1, *gradient.shape, dtype=torch.float64, device=gradient.device)
     terms = [Placed(placed.term.at(slice(None), torch.float64), placed.layout) for placed in gradient.terms]
