@@ -65,7 +65,7 @@ def dp_audit(
         setup = set_up_privately(config, lambda message: progress(Progress(0, 0, "audit", message)))
         base = base_multiplier(privacy)
     taken = steps if steps is not None else steps_for(privacy, canaries_only)
-    random = np.random.default_rng()  # coins and places: from the operating system
+    random = coins()
     count = canaries if canaries is not None else canaries_for(setup)
     require_room(setup, count)
     planted = Canaries.plant(setup.parameters, setup.clipping, count, random)
@@ -90,6 +90,8 @@ def dp_audit(
             verdict = judge(played, events, privacy.delta, confidence, accounted)
         with clock("neighbours"):
             pairs, notes = ([], []) if canaries_only else audited_pairs(setup, base)
+        if privacy.noise.seed is not None:
+            notes.append("the audit drew its noise from the operating system; that of a run with privacy.noise.seed can be drawn again")
         result = result_of(setup, played, verdict, pairs, accounted, accountant, 0 if canaries_only else len(setup.records), notes)
         return written(result, folder)
 
@@ -101,6 +103,11 @@ def written(result: DPAuditResult, folder: PrivateRunFolder) -> DPAuditResult:
         return dataclasses.replace(result, file=folder.path / "private" / f"NOT_PRIVATE_{FILE}")
     folder.write_public_json(FILE, audit_content(result))
     return dataclasses.replace(result, file=folder.path / "public" / FILE)
+
+
+def coins() -> np.random.Generator:
+    """What tosses the canaries' coins and finds their places, seeded from the operating system."""
+    return np.random.default_rng()
 
 
 def require_sense(privacy: PrivacyConfig, steps: int | None, confidence: float) -> None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
 
 from psgrad.config import PrivacyConfig
 from psgrad.engine.privacy.clipping import Clipping
+from psgrad.engine.privacy.generators import Generator, make_generator
 from psgrad.engine.privacy.noise import Noise
 from psgrad.workflows import auditing, neighbours
 from tests.workplace import Outcome, Workplace
@@ -36,6 +39,19 @@ def private(workplace: Workplace) -> Workplace:
     """A private run of the workplace's data."""
     workplace.config |= {"model": WIDE, "privacy": json.loads(json.dumps(PRIVACY))}
     return workplace
+
+
+@pytest.fixture(autouse=True)
+def _drawn_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same coins and noise in every run of the tests: a right mechanism is refuted now and then."""
+    made = count()
+
+    def seeded(kind: Any) -> Generator:
+        return make_generator(kind, seed=1, position=next(made))
+
+    monkeypatch.setattr(auditing, "make_generator", seeded)
+    monkeypatch.setattr(neighbours, "make_generator", seeded)
+    monkeypatch.setattr(auditing, "coins", lambda: np.random.default_rng(1))
 
 
 def audited(workplace: Workplace, *options: str) -> Outcome:
@@ -140,8 +156,6 @@ def test_a_run_in_the_output_folder_stays_as_it_is(private: Workplace) -> None:
     ids=["fixed", "replace in truncated", "groups", "adaptive", "discrete", "schedule", "user"],
 )
 def test_every_kind_of_run_can_be_audited(private: Workplace, change: dict[str, Any]) -> None:
-    import numpy as np
-
     private.save(user=np.arange(24) // 2)
     private.config["privacy"] |= change
     if "unit" in change:
@@ -156,6 +170,14 @@ def test_every_kind_of_run_can_be_audited(private: Workplace, change: dict[str, 
     if "groups" in change.get("clipping", {}):
         assert found["canaries"] == 400
         assert found["reach"] < 1
+
+
+def test_a_seed_is_left_aside_and_that_is_said(private: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auditing, "make_generator", make_generator)
+    private.config["privacy"]["noise"] = {"multiplier": 1.0, "seed": 3}
+    found = [as_json(private, "--canaries-only", "--overwrite") for _ in range(2)]
+    assert found[0]["noise"]["spread"] != found[1]["noise"]["spread"]
+    assert "can be drawn again" in audited(private, "--canaries-only", "--overwrite").err
 
 
 def test_integer_inputs_have_no_monsters(private: Workplace) -> None:
@@ -200,8 +222,7 @@ def test_a_bound_that_is_not_kept_to_is_a_violation(private: Workplace, monkeypa
 
 
 def test_a_replayed_stream_is_a_violation(private: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = auditing.make_generator
-    monkeypatch.setattr(auditing, "make_generator", lambda kind: plain(kind, seed=3))
+    monkeypatch.setattr(auditing, "make_generator", lambda kind: make_generator(kind, seed=3))
     assert "the noise is not as declared: alike in two steps" in as_json(private, "--canaries-only")["violations"]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from psgrad.engine.privacy.accounting import StepEvent, adaptive_multiplier
+from psgrad.engine.privacy.accounting import adaptive_multiplier
 from psgrad.engine.privacy.adaptive import AdaptiveBound
 from psgrad.engine.privacy.audit.canaries import Canaries, with_canaries
 from psgrad.engine.privacy.audit.noise_check import NoiseCheck, NoiseLog
@@ -48,11 +48,6 @@ class Mechanism:
     generator: Callable[[], Generator]
     adaptive: AdaptiveBound | None = None
     expected_batch_size: float | None = None
-
-    def event(self, step: int) -> StepEvent:
-        """What a step is declared to cost."""
-        noise = self.noise(step)
-        return StepEvent(noise.multiplier, self.sampling, self.relation, noise.mechanism)
 
     def sum_multiplier(self, step: int) -> float:
         """The noise multiplier of the step's sum, which is a little more than the event's where a count is released beside it."""
