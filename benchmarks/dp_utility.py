@@ -89,10 +89,10 @@ def accuracy(model: nn.Module, split: Split) -> float:
         return 100 * float((model(images).argmax(1) == labels).double().mean())
 
 
-def by_psgrad(seed: int, split: Split, folder: Path, steps: int | None = None) -> Iterator[dict[str, Any]]:
+def by_psgrad(seed: int, split: Split, folder: Path, **changes: Any) -> Iterator[dict[str, Any]]:
     """What is public after every few steps (the content of step.json), with the accuracy of what was released.
 
-    steps: in place of the planned number.
+    changes: to the example's section `privacy`.
     """
     model = network(seed)
     save_file({name: value.contiguous() for name, value in model.state_dict().items()}, folder / "start.safetensors")
@@ -102,7 +102,7 @@ def by_psgrad(seed: int, split: Split, folder: Path, steps: int | None = None) -
     content["model"] = {"factory": f"{CONFIG.with_suffix('') / 'model.py'}:build", "checkpoint": "start.safetensors"}
     content["data"] = {"path": "train.npz", "inputs": "image", "target": "label"}
     content["output"] = str(folder / "run")
-    content["privacy"]["steps"] = steps or content["privacy"]["steps"]
+    content["privacy"] |= changes
     (folder / "config.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
     config = load_config(folder / "config.yaml")
     planned = content["privacy"]["steps"]
@@ -150,7 +150,7 @@ def opacus_epsilon(noise_multiplier: float, sample_rate: float, steps: int, delt
     return float(accountant.get_epsilon(delta))
 
 
-def compare(seeds: int, steps: int | None = None) -> dict[str, Any]:
+def compare(seeds: int) -> dict[str, Any]:
     """Both sides for each seed. Prints a line a seed."""
     ours: list[list[float]] = []
     theirs: list[list[float]] = []
@@ -158,7 +158,7 @@ def compare(seeds: int, steps: int | None = None) -> dict[str, Any]:
     for seed in range(seeds):
         split = Split.of(seed)
         with tempfile.TemporaryDirectory() as folder:
-            public = list(by_psgrad(seed, split, Path(folder), steps))
+            public = list(by_psgrad(seed, split, Path(folder)))
         ours.append([step["accuracy"] for step in public])
         theirs.append(by_opacus(seed, split, public[-1]["noise_multiplier"], public[-1]["steps"]))
         print(f"  seed {seed}: psgrad {ours[-1][-1]:.2f} %, Opacus {theirs[-1][-1]:.2f} %", flush=True)

@@ -125,9 +125,10 @@ def test_private_training_in_pieces_releases_a_model_and_an_epsilon_each(
     utility = script("dp_utility")
     monkeypatch.setattr(utility, "EVERY", 1)
     split = utility.Split.of(0)
-    found = list(utility.by_psgrad(0, split, tmp_path, steps=2))
+    found = list(utility.by_psgrad(0, split, tmp_path, steps=2, noise={"multiplier": 2.0}))
     assert [step["steps"] for step in found] == [1, 2]
-    assert 0 < found[0]["epsilon_pld"] < found[1]["epsilon_pld"] <= 3
+    assert 0 < found[0]["epsilon_pld"] < found[1]["epsilon_pld"]
+    assert found[1]["noise_multiplier"] == 2.0
     assert all(0 <= step["accuracy"] <= 100 for step in found)
 
 
