@@ -74,9 +74,14 @@ def noise_plan(privacy: PrivacyConfig, base: float, *, configured: bool) -> Nois
         noise_std=noise.standard_deviation(clipping.sensitivity(privacy.relation)),
         epsilon_rdp=epsilon_rdp(events, privacy.delta).value,
         epsilon_pld=epsilon_pld(events, privacy.delta).value,
-        curve=epsilon_curve(events, privacy.delta),
+        curve=epsilon_curve(events, privacy.delta, curve_points(privacy.steps)),
         configured=configured,
     )
+
+
+def curve_points(steps: int, count: int = 50) -> list[int]:
+    """After how many of `steps` steps a curve of epsilon has its points: densest at first, where it is steep, as it grows like a root."""
+    return sorted({max(1, round(steps * (place / count) ** 2)) for place in range(1, count + 1)})
 
 
 def plot_beside(output: Path) -> Path:

@@ -30,6 +30,7 @@ from psgrad.storage import Ledger, LedgerContent, PrivateRunFolder
 from psgrad.storage.folders import PRIVATE
 from psgrad.storage.private_runs import PREFIX
 from psgrad.workflows.interruptions import held
+from psgrad.workflows.private_planning import curve_points
 from psgrad.workflows.private_setup import PrivateSetup, base_multiplier, require_privacy, set_up_privately
 from psgrad.workflows.private_statement import Statement, ledger_header, software
 from psgrad.workflows.record import Clock, describe_run, recorded
@@ -242,7 +243,7 @@ class Run:
         step = self.statement.step(self.ledger, final=True, model_sha256=hashlib.sha256(model).hexdigest())
         self.folder.write_public_json(STATEMENT, step)
         self.folder.write_public_bytes(MODEL, model)
-        curve = epsilon_curve(self.statement.planned, self.setup.privacy.delta)
+        curve = epsilon_curve(self.statement.planned, self.setup.privacy.delta, curve_points(self.setup.privacy.steps))
         accountant = curve_accountant(self.statement.planned)
         groups = self.training.mechanism()[0].groups
         result = DPStepResult(

@@ -9,12 +9,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import dp_accounting
 import pytest
+from dp_accounting import pld, rdp
+from hypothesis import given
+from hypothesis import strategies as st
 
 import psgrad
 from psgrad.cli import main
 from psgrad.errors import ConfigError, OutputExistsError
 from psgrad.results import Progress
+from psgrad.workflows.private_planning import curve_points
 from tests.reports import private_runs
 
 Install = Callable[..., None]
@@ -107,6 +112,49 @@ def test_a_plan_takes_no_step(config: Path, install: Install, run: Run) -> None:
     assert out.splitlines()[-1] == "runs/private-plan.png"
     plan = json.loads(run(config, "--plan", "--json")[1])
     assert len(plan["plans"]) == 5
+
+
+PLANNED = """\
+privacy:
+  steps: 40
+  delta: 1e-5
+  expected_batch_size: 128
+  sampling: {scheme: poisson, sample_rate: 0.02}
+  clipping: {norm: 0.5}
+  noise: {multiplier: 1.25}
+  optimizer: {name: SGD, kwargs: {lr: 0.5}}
+"""
+
+
+def test_a_plan_is_what_dp_accounting_says_and_needs_neither_model_nor_data(
+    config: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config.write_text(config.read_text() + PLANNED)
+    code, out, err = run(config, "--plan", "--json")
+    assert (code, err) == (0, "")
+    told = json.loads(out)
+    assert (told["sensitivity"], told["relation"], told["unit"]) == (0.5, "add_or_remove_one", "one row")
+    assert [plan["noise_multiplier"] for plan in told["plans"] if plan["configured"]] == [1.25]
+    for plan in told["plans"]:
+        step = dp_accounting.PoissonSampledDpEvent(0.02, dp_accounting.GaussianDpEvent(plan["noise_multiplier"]))
+        steps = dp_accounting.SelfComposedDpEvent(step, 40)
+        assert plan["noise_std"] == plan["noise_multiplier"] * 0.5
+        assert plan["epsilon_rdp"] == pytest.approx(rdp.RdpAccountant().compose(steps).get_epsilon(1e-5), rel=1e-6)
+        if not plan["configured"]:
+            continue  # what follows takes its time
+        # Both are upper bounds, and differ by how finely losses are rounded up.
+        assert plan["epsilon_pld"] == pytest.approx(pld.PLDAccountant().compose(steps).get_epsilon(1e-5), rel=5e-3)
+    assert Path(told["plot"]).is_file()
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["config.yaml", "out-plan.png", "runs"]
+
+
+@given(steps=st.integers(1, 5000))
+def test_a_curve_has_points_from_the_first_steps_to_the_last(steps: int) -> None:
+    points = curve_points(steps)
+    assert points == sorted(set(points))
+    assert (points[0], points[-1]) == (max(1, round(steps / 2500)), steps)
+    assert len(points) <= 50
 
 
 @pytest.mark.parametrize("option", ["--resume", "--show-private"])
