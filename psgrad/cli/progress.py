@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, ProgressColumn, Task, TaskID, TextColumn
 from rich.progress import Progress as Bars
+from rich.table import Column
 from rich.text import Text
 
 from psgrad.reports.words import count
@@ -90,7 +91,7 @@ class BarDisplay:
         self._bars = Bars(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None),
-            _WordsColumn(),
+            _WordsColumn(table_column=Column(no_wrap=True)),  # the bar gives way
             console=Console(file=stream, highlight=False, markup=False),
             expand=True,
         )

@@ -90,6 +90,15 @@ def test_a_bar_has_its_unit_and_what_goes_along() -> None:
     assert "epsilon 3.1 (RDP)" in shown
 
 
+def test_the_bar_gives_way_to_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    stream = Terminal()
+    with BarDisplay(stream) as display:
+        display(Progress(0, 150, "steps", unit="step"))
+        display(Progress(150, 150, "steps", unit="step", detail="epsilon 3.2961 (RDP, delta 1e-5)"))
+    assert "epsilon 3.2961 (RDP, delta 1e-5)" in stream.getvalue()
+
+
 def test_the_display_fits_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CI", raising=False)
     monkeypatch.setenv("TERM", "xterm")
