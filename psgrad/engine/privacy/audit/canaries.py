@@ -36,7 +36,7 @@ class Spikes:
 
 @dataclass(frozen=True)
 class Canaries:
-    """`count` canaries. They stay in place when the bounds change.
+    """`count` canaries. They stay what they are when the bounds change: one that adapts follows them up to their norm, and stays there.
 
     Attributes:
         spikes: name -> the spikes in that parameter; parameters without are absent.

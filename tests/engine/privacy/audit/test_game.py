@@ -203,6 +203,17 @@ def test_a_canary_has_the_norm_of_the_worst_record(clipping: Clipping) -> None:
     assert sum(int(value.count_nonzero()) for value in sums.values()) == len(clipping.groups)
 
 
+def test_canaries_keep_their_reach_when_the_bound_adapts() -> None:
+    """They drive the bound up by a half or more at each step, until it is near their own norm, and stays there."""
+
+    def told_apart(adaptive: AdaptiveBound | None) -> float:
+        played = Game(FLAT, adaptive=adaptive, sampling=Sampling("poisson", sample_rate=0.2), steps=40).play()
+        assert played.noise.alarms == []
+        return float((played.scores[played.inside].mean() - played.scores[~played.inside].mean()) / played.scores.std())
+
+    assert told_apart(AdaptiveBound(0.5, learning_rate=0.5, count_multiplier=2.0)) > 0.85 * told_apart(None)
+
+
 def test_each_canary_is_read_by_itself() -> None:
     canaries = Canaries.plant(PARAMETERS, PER_PARAMETER, 70, np.random.default_rng(2))
     drawn = np.array([0, 5, 69])

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from scipy.stats import norm
 
-from psgrad.engine.privacy.accounting import StepEvent
-from psgrad.engine.privacy.accounting.composed import epsilon_pld
+from psgrad.engine.privacy.accounting import StepEvent, epsilon_pld
 from psgrad.engine.privacy.audit.bounds import smallest_epsilon
 from psgrad.engine.privacy.audit.profiles import distance, profile_of, scaled
 from psgrad.engine.privacy.relation import Relation
