@@ -352,6 +352,9 @@ def test_an_unfinished_line_must_be_accounted_for_as_it_is(tmp_path: Path) -> No
     assert f"line 5 {accounts}" in words(lambda lines: [*lines[:4], lines[5]])
     assert f"line 6 {accounts}" in words(lambda lines: [*lines[:4], b"x" + lines[4], lines[5]])
     assert f"line 4 {accounts}" in words(lambda lines: [*lines[:3], *lines[5:]])
+    # only who begins or resumes a ledger accounts for an unfinished line
+    step = lines[5].replace(b'"kind": "resume"', b'"kind": "step"')
+    assert "line 6 is a step line, which has no place there" in words(lambda lines: [*lines[:5], step])
     # a paid line that is passed off as unfinished
     assert f"line 5 {accounts}" in words(lambda lines: [*lines[:3], lines[3][:-5] + b" [unfinished]\n", *lines[5:]])
 

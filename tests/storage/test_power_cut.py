@@ -138,6 +138,17 @@ def cuts(path: Path) -> list[tuple[Tree, list[Any]]]:
     return list(found.values())
 
 
+def test_a_file_is_on_the_disk_when_writing_it_returns(tmp_path: Path) -> None:
+    found: list[Tree] = []
+    with pytest.MonkeyPatch.context() as patch:
+        disk = Disk(tmp_path, lambda disk: found.append(disk.after_a_cut(lambda fates: fates[0])), patch)
+        files.make_folder(tmp_path / "a" / "b")
+        files.write_atomically(tmp_path / "a" / "b" / "c", b"old")
+        files.write_atomically(tmp_path / "a" / "b" / "c", b"new")
+    assert disk.after_a_cut(lambda fates: fates[0]) == {"a": None, "a/b": None, "a/b/c": b"new"}
+    assert {tree.get("a/b/c") for tree in found} == {None, b"old"}
+
+
 def lay_out(tree: Tree, path: Path) -> None:
     path.mkdir()
     for name, content in tree.items():
