@@ -135,6 +135,20 @@ def test_the_table_of_rivals_is_the_stored_result() -> None:
     assert [[cell.strip() for cell in line.strip("|").split("|")][1:] for line in table] == expected
 
 
+def test_the_table_of_private_steps_is_the_stored_result() -> None:
+    stored = json.loads((ROOT / "benchmarks" / "results" / "dp-step-one-thread-cpu.json").read_text(encoding="utf-8"))
+    expected = []
+    for case in stored["cases"].values():
+        ratios = {way: timing["median"] / case["seconds"]["plain"]["median"] for way, timing in case["seconds"].items()}
+        rivals = {way.removeprefix("Opacus "): ratio for way, ratio in ratios.items() if way.startswith("Opacus")}
+        best = min(rivals, key=rivals.__getitem__) if rivals else None
+        memory = case["bytes"]["psgrad"] / case["bytes"]["plain"]
+        words = "not supported" if best is None else f"{rivals[best]:.2f} ({best})"
+        expected.append([f"{ratios['psgrad']:.2f}", words, f"{memory:.2f}"])
+    table = README[README.index("| network | psgrad `dp-step`") :].split("\n\n")[0].splitlines()[2:]
+    assert [[cell.strip() for cell in line.strip("|").split("|")][1:] for line in table] == expected
+
+
 def test_the_overhead_table_is_the_stored_result() -> None:
     stored = json.loads((ROOT / "benchmarks" / "results" / "overhead-cpu.json").read_text(encoding="utf-8"))
     medians = [timing["median"] for timing in stored["seconds"].values()]
