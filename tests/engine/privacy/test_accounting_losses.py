@@ -8,15 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from scipy import integrate, special
 
 from psgrad.engine.privacy.accounting import StepEvent, coarse_epsilon_pld, composed, epsilon_pld, epsilon_rdp
-from psgrad.engine.privacy.accounting.composed import gathered, interval_for, rounded_down
-from psgrad.engine.privacy.accounting.convolution import convolved, epsilon_at
+from psgrad.engine.privacy.accounting.composed import gathered, interval_for
+from psgrad.engine.privacy.accounting.events import rounded_down
 from psgrad.engine.privacy.accounting.library import pld_epsilon
-from psgrad.engine.privacy.accounting.losses import Losses, SampledGaussian, gaussian_losses, step_losses
 from psgrad.engine.privacy.schedules import Schedule
 from psgrad.errors import ConfigError
 from tests.engine.privacy.accountants import fixed, gaussian_delta, gaussian_epsilon, poisson, truncated
@@ -131,7 +128,6 @@ def test_one_sampled_step_is_the_integral_of_its_densities(event: StepEvent, sid
 @pytest.mark.parametrize(("multiplier", "rate"), [(0.5, 0.3), (1.0, 0.05), (2.0, 0.8)])
 def test_no_other_replacement_costs_more(multiplier: float, rate: float) -> None:
     """The accounted pair is that of opposite records. Others of the same bound: less far apart, or on one side."""
-    event = poisson(multiplier, rate, "replace_one")
     grid = np.linspace(-40 * multiplier - 2, 40 * multiplier + 2, 100_001)
 
     def drawn(mean: float) -> np.ndarray:
@@ -140,13 +136,12 @@ def test_no_other_replacement_costs_more(multiplier: float, rate: float) -> None
 
         return (1 - rate) * noise(0.0) + rate * noise(mean)
 
-    step = SampledGaussian(event.pld_multiplier, rate, "replaced")
-    for epsilon in (-0.2, 0.0, 0.1, 0.5, 2.0):
-        accounted = step.deltas(np.array([epsilon]))[0]
+    for delta in (1e-1, 1e-3, 1e-5):
+        epsilon = value_of([(poisson(multiplier, rate, "replace_one"), 1)], delta)
         for first, second in ((0.5, -0.5), (0.5, -0.3), (0.5, 0.0), (0.5, 0.4), (0.0, -0.5), (-0.1, -0.5), (0.2, -0.2)):
             true = integrate.simpson(np.maximum(drawn(first) - math.exp(epsilon) * drawn(second), 0.0), x=grid)
-            assert true <= accounted + 1e-8
-            assert (first, second) != (0.5, -0.5) or true >= accounted - 1e-8
+            assert true <= delta * (1 + 1e-6)
+            assert (first, second) != (0.5, -0.5) or epsilon == 0 or true >= delta * (1 - 1e-3)
 
 
 # -- never below the truth -------------------------------------------------------------------------------------------------------------
@@ -167,107 +162,10 @@ def test_rounding_of_transforms_is_no_underestimate(multiplier: float, steps: in
         assert delta < 1e-8 or found.value <= exact * 1.002
 
 
-def test_transforms_would_be_wrong_where_there_is_no_figure() -> None:
-    # By percents, upwards or downwards as rounding has it. If they no longer are, the refusal can go.
-    interval, steps, delta = 1e-4, 100_000, 1e-12
-    composed_losses = convolved([(gaussian_losses(200.0, 1.0, "removed", interval), steps)])
-    exact = gaussian_epsilon(delta, math.sqrt(steps) / 200.0)
-    assert abs(epsilon_at(composed_losses, delta, interval) - exact) > 3e-3 * exact
-    assert epsilon_pld([(poisson(200.0, 1 - 1e-12), steps)], delta).value is None
-
-
-def test_a_finer_grid_is_tighter_and_none_is_too_good() -> None:
-    event, previous = poisson(1.0, 0.05), 0.0
-    for interval in (1e-3, 3e-3, 1e-2, 3e-2):
-        (removed, added) = step_losses(event, interval)
-        value = max(epsilon_at(convolved([(losses, 100)]), 1e-5, interval) for losses in (removed, added))
-        assert value > previous
-        previous = value
-
-
 def test_epsilon_is_below_that_of_moments() -> None:
     for event, steps in ((poisson(0.7, 0.03), 500), (poisson(3.0, 0.2), 1_000), (poisson(10.0, 0.001), 50_000), (poisson(40.0, 0.01), 100)):
         rdp = epsilon_rdp([(event, steps)], 1e-6).value
         assert 0 < value_of([(event, steps)], 1e-6, coarse=True) < rdp  # type: ignore[operator]
-
-
-# -- convolution and discretisation ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "event",
-    [
-        poisson(2.0, 0.05),
-        poisson(1.5, 0.05, "replace_one"),
-        truncated(4.0, 0.02, 110, 5_000),
-        truncated(4.0, 0.02, 110, 5_000, "replace_one"),
-    ],
-    ids=lambda event: f"{event.sampling.scheme}-{event.relation}",
-)
-def test_convolution_says_what_dp_accounting_says(event: StepEvent) -> None:
-    for steps in (1, 100):
-        expected = pld_epsilon({event: steps}, 1e-5, 1e-3)
-        ours = max(epsilon_at(convolved([(losses, steps)]), 1e-5, 1e-3) for losses in step_losses(event, 1e-3))
-        assert ours == pytest.approx(expected, rel=1e-8)
-
-
-@settings(max_examples=20)
-@given(multiplier=st.floats(0.3, 10.0), rate=st.floats(0.001, 1.0), change=st.sampled_from(["removed", "added", "replaced"]))
-def test_a_step_s_deltas_are_dp_accounting_s(multiplier: float, rate: float, change: Any) -> None:
-    from dp_accounting.pld import privacy_loss_mechanism as library
-
-    adjacency = {
-        "removed": library.AdjacencyType.REMOVE,
-        "added": library.AdjacencyType.ADD,
-        "replaced": library.AdjacencyType.REPLACE,
-    }[change]
-    theirs = library.GaussianPrivacyLoss(multiplier, sampling_prob=rate, adjacency_type=adjacency)
-    ours = SampledGaussian(multiplier, rate, change)
-    bounds = theirs.connect_dots_bounds()
-    assert ours.range() == pytest.approx((bounds.epsilon_lower, bounds.epsilon_upper), rel=1e-9, abs=1e-12)
-    epsilons = np.linspace(*ours.range(), 41)[1:-1]
-    np.testing.assert_allclose(ours.deltas(epsilons), theirs.get_delta_for_epsilon(epsilons), rtol=1e-9, atol=1e-13)
-
-
-@pytest.mark.parametrize("change", ["removed", "added", "replaced"])
-@pytest.mark.parametrize("rate", [0.05, 1.0])
-def test_the_grid_keeps_all_mass_and_every_epsilon(change: Any, rate: float) -> None:
-    step = SampledGaussian(0.9, rate, change)
-    grid = step.on_grid(0.01)
-    assert grid.masses.sum() + grid.infinite == pytest.approx(1, abs=1e-11)
-    assert (grid.masses >= 0).all()
-    losses = (np.arange(len(grid.masses)) + grid.first) * 0.01
-    # On the grid's points delta is exact; between them it is not below the truth.
-    for place, exact in ((100, True), (130, True), (100.5, False), (130.3, False)):
-        epsilon = place * 0.01
-        of_grid = grid.infinite + np.sum(grid.masses * np.maximum(-np.expm1(epsilon - losses), 0))
-        true = step.deltas(np.array([epsilon]))[0]
-        assert of_grid == pytest.approx(true, rel=1e-7, abs=1e-14) if exact else of_grid >= true
-
-
-def test_convolution_by_hand() -> None:
-    one = Losses(-1, np.array([0.2, 0.3, 0.4]), 0.1)
-    twice = convolved([(one, 2)])
-    expected = np.convolve(one.masses, one.masses)
-    losses = {twice.first + place: mass for place, mass in enumerate(twice.masses)}
-    assert [losses[place] for place in range(-2, 3)] == pytest.approx(list(expected), abs=1e-15)
-    assert twice.infinite == pytest.approx(1 - 0.9**2, abs=2e-15)
-    other = Losses(3, np.array([0.5, 0.5]), 0.0)
-    both = convolved([(one, 1), (other, 1)])
-    losses = {both.first + place: mass for place, mass in enumerate(both.masses)}
-    assert [losses[place] for place in range(2, 6)] == pytest.approx([0.1, 0.25, 0.35, 0.2], abs=1e-15)
-
-
-def test_epsilon_by_hand() -> None:
-    # delta(e) = 0.1 + 0.4 (1 - exp(e - 2)) between 1 and 2, and 0.3 (1 - exp(e - 1)) more below 1.
-    losses = Losses(0, np.array([0.2, 0.3, 0.4]), 0.1)
-    assert epsilon_at(losses, 0.05, 1.0) == math.inf
-    assert epsilon_at(losses, 0.1, 1.0) == pytest.approx(2.0)
-    assert epsilon_at(losses, 0.3, 1.0) == pytest.approx(2 + math.log(0.5))
-    weighted = 0.4 * math.exp(-2) + 0.3 * math.exp(-1)
-    assert epsilon_at(losses, 0.5, 1.0) == pytest.approx(math.log(0.3 / weighted))
-    assert epsilon_at(losses, 0.8, 1.0) == 0.0
-    assert epsilon_at(Losses(-5, np.array([0.5, 0.5]), 0.0), 1e-9, 1.0) == 0.0
 
 
 # -- many unlike steps -----------------------------------------------------------------------------------------------------------------
@@ -286,23 +184,22 @@ def test_a_schedule_lies_between_its_ends() -> None:
     schedule = Schedule("exponential", factor=0.999)
     events = [(poisson(multiplier, 0.02), steps) for multiplier, steps in schedule.runs(2.0, 300)]
     found = epsilon_pld(events, 1e-5)
-    assert found.note is not None
-    assert "300 noise multipliers were rounded down to 25" in found.note
+    assert found.note == "300 unlike noise multipliers were rounded down, by at most 2%"
     last = 2.0 * 0.999**299
-    assert value_of([(poisson(2.0, 0.02), 300)], coarse=True) < found.value < value_of([(poisson(last, 0.02), 300)], coarse=True)  # type: ignore[operator]
+    assert value_of([(poisson(2.0, 0.02), 300)]) < found.value < value_of([(poisson(last, 0.02), 300)])  # type: ignore[operator]
     assert found.value < epsilon_rdp(events, 1e-5).value  # type: ignore[operator]
 
 
 def test_rounding_down_keeps_the_steps_and_takes_noise() -> None:
     counts = {poisson(1.0 + place / 1000, 0.1): 1 + place % 3 for place in range(1000)}
     fewer, note = rounded_down(counts)
-    assert len(fewer) <= composed._UNLIKE + 1
+    assert len(fewer) == 35  # powers of 1.02 from 1 to 2
     assert sum(fewer.values()) == sum(counts.values())
     assert note is not None
     down = np.repeat([event.noise_multiplier for event in fewer], list(fewer.values()))
     up = np.repeat([event.noise_multiplier for event in counts], list(counts.values()))
     assert (np.sort(down) <= np.sort(up)).all()
-    assert (np.sort(down) >= np.sort(up) * (1 - 0.003)).all()
+    assert (np.sort(down) >= np.sort(up) / 1.0200001).all()
     assert rounded_down({poisson(1.0, 0.1): 3}) == ({poisson(1.0, 0.1): 3}, None)
 
 
@@ -348,8 +245,8 @@ def test_a_rate_of_one_is_the_plain_gaussian(relation: Any) -> None:
 )
 def test_extremes_take_a_grid_of_bearable_size(multiplier: float, rate: float, steps: int) -> None:
     counts = {poisson(multiplier, rate): steps}
-    low, high = SampledGaussian(multiplier, rate, "removed").range()
-    assert (high - low) / interval_for(counts) < 5e5
+    width = 2 * (10 * multiplier + 1) / multiplier**2  # of the losses at ten standard deviations
+    assert width / interval_for(counts) < 5e5
     value = value_of(counts.items(), coarse=True)
     rdp = epsilon_rdp(counts.items(), 1e-5).value
     assert 0 <= value <= rdp * 1.01  # type: ignore[operator]
@@ -377,7 +274,6 @@ def test_without_dp_accounting_the_install_is_named(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     with pytest.raises(ConfigError, match=r"next step: pip install 'dp-accounting>=0.6'"):
         epsilon_pld([(poisson(1.0, 0.1), 1)], 1e-5)
-    assert coarse_epsilon_pld([(poisson(1.0, 0.1), 1)], 1e-5).value is not None
 
 
 def test_the_closed_form_of_these_tests_is_right() -> None:

@@ -23,7 +23,7 @@ def noise_multiplier_for(target_epsilon: float, delta: float, events_for: Callab
     """The noise multiplier whose steps cost at most `target_epsilon` at delta, and at least 99.95 percent of it.
 
     The figure that is held against the target is that of loss distributions, which is reported in the end, and of moments for noise that
-    they don't cover. Moments and a coarse grid find the place first; some 5 seconds.
+    they don't cover. A coarse grid finds the place first; a few seconds.
 
     events_for: the steps of a run, by the noise multiplier (of a schedule, its base).
 
@@ -41,13 +41,10 @@ def noise_multiplier_for(target_epsilon: float, delta: float, events_for: Callab
     by_losses = losses.value is not None
     if not by_moments and not by_losses:
         raise ConfigError(f"there is no epsilon for these steps: {losses.why_not}")
-    guess = 1.0
-    if by_moments:
-        guess = _solved(epsilon_rdp, events_for, target_epsilon, delta, guess, _GUESS if by_losses else _CLOSE, settle=by_losses)
-    if by_losses:
-        guess = _solved(coarse_epsilon_pld, events_for, target_epsilon, delta, guess, _GUESS)
-        guess = _solved(epsilon_pld, events_for, target_epsilon, delta, guess, _CLOSE)
-    return guess
+    if not by_losses:
+        return _solved(epsilon_rdp, events_for, target_epsilon, delta, 1.0, _CLOSE)
+    guess = _solved(coarse_epsilon_pld, events_for, target_epsilon, delta, 1.0, _GUESS)
+    return _solved(epsilon_pld, events_for, target_epsilon, delta, guess, _CLOSE)
 
 
 def _solved(
@@ -57,12 +54,8 @@ def _solved(
     delta: float,
     guess: float,
     close: float,
-    settle: bool = False,
 ) -> float:
-    """The multiplier at which this accountant says between (1 - close) * target and target, by secants of log epsilon over log multiplier.
-
-    settle: where there is none within limits, take the limit; another accountant may know better.
-    """
+    """The multiplier at which this accountant says (1 - close) * target to target, by secants of log epsilon over log multiplier."""
     aim = target * (1 - close / 2)
     low: tuple[float, float] | None = None  # (multiplier, epsilon) with too little noise
     high: tuple[float, float] | None = None  # with enough
@@ -80,8 +73,6 @@ def _solved(
         if low is None:
             multiplier *= max((epsilon / aim) ** 0.7, 0.25)
             if multiplier < _LEAST:
-                if settle:
-                    return _LEAST
                 raise ConfigError(
                     f"an epsilon of {target:g} at delta {delta:g} is met without noise to speak of (a noise multiplier of {_LEAST:g})",
                     cause="delta is above the probability that a record is drawn at all, or the target promises nothing",
@@ -90,8 +81,6 @@ def _solved(
         elif high is None:
             multiplier *= min((epsilon / aim) ** 0.7, 4.0)
             if multiplier > _MOST:
-                if settle:
-                    return _MOST
                 raise ConfigError(
                     f"an epsilon of {target:g} at delta {delta:g} needs a noise multiplier above {_MOST:g}",
                     cause="too many steps, a sampling rate too large, or a target next to 0",

@@ -33,10 +33,21 @@ def epsilon_curve(events: Events, delta: float, points: int | Sequence[int] = 50
     if curve_accountant(events) == "RDP":
         return _by_moments(runs, delta, places)
     curve = []
-    for place in places:
+    for place in _thinned(places, points):
         epsilon = coarse_epsilon_pld(_first(runs, place), delta)
         curve.append((place, _known(epsilon)))
     return curve
+
+
+# Each point by loss distributions takes up to some seconds.
+_FEW_POINTS = 8
+
+
+def _thinned(places: list[int], points: int | Sequence[int]) -> list[int]:
+    """Fewer places, where it was left open which: the first, the last and some between."""
+    if not isinstance(points, int) or len(places) <= _FEW_POINTS:
+        return places
+    return [places[round(at)] for at in np.linspace(0, len(places) - 1, _FEW_POINTS)]
 
 
 def curve_accountant(events: Events) -> Literal["RDP", "PLD"]:
