@@ -25,6 +25,7 @@ from psgrad.engine.privacy.step import NoisySum, PrivateTraining
 from psgrad.errors import CheckpointError, ConfigError
 from psgrad.reports.privacy import live_words
 from psgrad.reports.privacy_plots import write_plots
+from psgrad.reports.words import count
 from psgrad.results import STEP_COLUMNS, DPStepResult, Progress
 from psgrad.storage import Ledger, LedgerContent, PrivateRunFolder
 from psgrad.storage.folders import PRIVATE
@@ -138,8 +139,9 @@ def require_steps_left(privacy: PrivacyConfig, taken: int, steps: int) -> None:
         raise ConfigError(f"{steps} steps were asked for", expected="at least 1")
     left = privacy.steps - taken
     if steps > left:
+        asked = f"{count(steps, 'step')} {'was' if steps == 1 else 'were'} asked for"
         raise ConfigError(
-            f"{steps} steps were asked for, and {max(left, 0)} of the {privacy.steps} planned ones are left",
+            f"{asked}, and {max(left, 0)} of the {privacy.steps} planned ones are left",
             expected=f"at most {left} steps" if left > 0 else "a run with steps left",
             cause="the noise was chosen for the planned number of steps, and each one spends its part",
             next_step="plan more steps (privacy.steps) for a run of its own" + (f", or take --steps {left}" if left > 0 else ""),
