@@ -302,6 +302,15 @@ def test_private_diagnostics_only_when_asked_for(private: PrivateWorkplace) -> N
     assert "median norm" in private.succeeded("--resume", "--show-private").err
 
 
+def test_what_makes_an_epsilon_larger_than_it_need_be_is_told(whole: PrivateWorkplace) -> None:
+    whole.privacy["steps"] = 60
+    whole.privacy["noise"]["schedule"] = {"kind": "exponential", "factor": 0.99}
+    outcome = whole.succeeded("--steps", "45")
+    note = "45 unlike noise multipliers were rounded down, by at most 2%"
+    assert whole.step()["accounting_notes"] == {"epsilon_rdp": note, "epsilon_pld": note}
+    assert f"epsilon_pld: {note}" in outcome.err
+
+
 def test_no_noise_is_infinite_epsilon(private: PrivateWorkplace) -> None:
     private.privacy["noise"] = {"multiplier": 0.0}
     outcome = private.succeeded()

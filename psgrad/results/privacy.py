@@ -52,6 +52,7 @@ STEP_KEYS = (
     "planned_epsilon_pld",
     "rdp_order",
     "why_not",
+    "accounting_notes",
     "ledger",
     "model_sha256",
 )
@@ -70,9 +71,9 @@ class DPStepResult:
     steps, before clipping, and `bound`, what they were clipped to (of one group; None where there are several).
 
     In `step`, `guarantee` says in a sentence what is promised. Epsilons are floats, or None where there is none to state; `why_not` then
-    has the reason under the same key. `noise_multiplier` is what the latest step is accounted with; `noise_std`, its noise's standard
-    deviation on the sum, is this times `sensitivity`, and more where the bound adapts. `unit` is a part of a sentence: "one row".
-    `trainable` counts {"parameters", "tensors", "of_parameters"}.
+    has the reason under the same key, and `accounting_notes` what makes one larger than it need be. `noise_multiplier` is what the latest
+    step is accounted with; `noise_std`, its noise's standard deviation on the sum, is this times `sensitivity`, and more where the bound
+    adapts. `unit` is a part of a sentence: "one row". `trainable` counts {"parameters", "tensors", "of_parameters"}.
     """
 
     step: dict[str, Any]

@@ -148,6 +148,7 @@ class Statement:
             "planned_epsilon_pld": planned_pld.value,
             "rdp_order": rdp.order,
             "why_not": {key: reason for key, reason in why_not.items() if reason is not None},
+            "accounting_notes": {key: found.note for key, found in (("epsilon_rdp", rdp), ("epsilon_pld", pld)) if found.note is not None},
             "ledger": ledger.mark(),
             "model_sha256": model_sha256,
         }

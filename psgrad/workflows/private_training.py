@@ -256,7 +256,7 @@ class Run:
             norms=np.concatenate([*self._norms, np.empty(0)]),
             bound=groups[0].bound if len(groups) == 1 else None,
             curve_accountant=accountant,
-            notes=self._notes(),
+            notes=[*self._notes(), *(f"{key}: {note}" for key, note in step["accounting_notes"].items())],
         )
         self._write_private(result)
         write_plots(result, self.folder.write_public_bytes, self.folder.write_private_bytes)

@@ -41,6 +41,7 @@ def step(**changes: Any) -> dict[str, Any]:
         "planned_epsilon_rdp": 1.952,
         "planned_epsilon_pld": 1.8,
         "why_not": {},
+        "accounting_notes": {},
         **changes,
     }
 

@@ -6,9 +6,3 @@ from typing import Literal
 
 Relation = Literal["add_or_remove_one", "replace_one", "zero_out"]
 """add_or_remove_one: one record more or less. replace_one: one record is another. zero_out: one record's gradient is zero."""
-
-IN_WORDS: dict[Relation, str] = {
-    "add_or_remove_one": "neighbouring datasets differ by one record that is added or removed",
-    "replace_one": "neighbouring datasets differ by one record that is replaced by another",
-    "zero_out": "neighbouring datasets differ by one record that is replaced by one without a gradient",
-}
