@@ -48,6 +48,17 @@ class Outcome:
     out: str
     err: str
 
+    def refused(self, code: int, *words: str) -> str:
+        """What stderr says, once it is seen that the command ended with this code and these words, on one screen and without a traceback."""
+        assert self.code == code, self.err
+        for word in words:
+            assert word in self.err
+        assert "Traceback" not in self.err
+        assert "internal error" not in self.err
+        assert len(self.err.splitlines()) < 25
+        assert self.out == ""
+        return self.err
+
 
 class Workplace:
     """The folder, which is the current one too. `config` is written to config.yaml before each run."""
@@ -100,15 +111,7 @@ class Workplace:
 
     def refused(self, code: int, *words: str, options: tuple[str, ...] = ()) -> str:
         """Run, and see it end with this exit code and these words on stderr, on one screen and without a traceback."""
-        outcome = self.analyze(*options)
-        assert outcome.code == code, outcome.err
-        for word in words:
-            assert word in outcome.err
-        assert "Traceback" not in outcome.err
-        assert "internal error" not in outcome.err
-        assert len(outcome.err.splitlines()) < 25
-        assert outcome.out == ""
-        return outcome.err
+        return self.analyze(*options).refused(code, *words)
 
     def succeeded(self, *options: str) -> Outcome:
         """Run, and see it end well."""
