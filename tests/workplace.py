@@ -49,7 +49,7 @@ class Outcome:
     err: str
 
     def refused(self, code: int, *words: str) -> str:
-        """What stderr says, once it is seen that the command ended with this code and these words, on one screen and without a traceback."""
+        """What stderr says, once it is seen that the command ended so: this code, these words, one screen, no traceback."""
         assert self.code == code, self.err
         for word in words:
             assert word in self.err
