@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from scipy import stats
 
 from psgrad.engine.privacy.accounting import Epsilon
@@ -22,7 +23,7 @@ from tests.oracles import one_sample_gradients
 from tests.private_workplace import EXACT, PrivateWorkplace
 from tests.workplace import ROWS, Workplace
 
-PUBLIC = {"epsilon.png", "ledger.jsonl", "model.safetensors", "step.json"}
+PUBLIC = {"epsilon.png", "ledger.jsonl", "model.safetensors", "noisy_sum.safetensors", "step.json"}
 PRIVATE = {
     "NOT_PRIVATE_clip_fraction.png",
     "NOT_PRIVATE_losses.png",
@@ -70,6 +71,15 @@ def test_a_step_is_that_of_the_loop_with_the_public_divisor(private: PrivateWork
     expected = clipped_sum(private, list(range(ROWS)), 0.5)
     for name, after in private.weights().items():
         torch.testing.assert_close(after, before[name] - expected[name] / 15, rtol=1e-6, atol=1e-9)  # the bound is kept from within
+
+
+def test_the_noisy_sum_of_the_last_step_is_released_too(private: PrivateWorkplace) -> None:
+    private.succeeded("--steps", "2")
+    before = private.weights()
+    private.succeeded("--resume")
+    released = load_file(private.run_folder / "public" / "noisy_sum.safetensors")
+    for name, after in private.weights().items():
+        torch.testing.assert_close(after, before[name] - 0.1 * released[name] / 12)
 
 
 def test_the_optimiser_sees_what_torch_would(private: PrivateWorkplace) -> None:

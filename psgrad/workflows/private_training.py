@@ -38,7 +38,7 @@ from psgrad.workflows.record import Clock, describe_run, recorded
 
 Say = Callable[[Progress], None]
 
-MODEL, STATEMENT = "model.safetensors", "step.json"
+MODEL, NOISY_SUM, STATEMENT = "model.safetensors", "noisy_sum.safetensors", "step.json"
 _STEPS = "steps.parquet"
 # Norms of so many of the latest records are kept for their histogram.
 _NORMS = 10_000
@@ -203,6 +203,7 @@ class Run:
         self._spent = merged((event_of(line), 1) for line in ledger.steps)
         self._rows: list[dict[str, Any]] = []
         self._norms: deque[np.ndarray] = deque()
+        self._latest: dict[str, torch.Tensor] = {}  # the last step's noisy sum
         self._saved_at, self._saved_step = time.monotonic(), training.taken
 
     def take(self, steps: int, progress: Say) -> None:
@@ -212,9 +213,11 @@ class Run:
             self.save()  # from here on there is one to go on from
         progress(Progress(first, first + steps, "steps", unit="step"))
         try:
-            for _ in range(steps):
+            for left in reversed(range(steps)):
                 with held():
-                    self._note(self.training.step(self.pay))
+                    noisy = self.training.step(self.pay, keep_sums=not left)
+                    self._note(noisy)
+                    self._latest = noisy.sums
                     if self._due():
                         self.save()
                 spent = epsilon_rdp(self._spent.items(), delta).value
@@ -245,6 +248,9 @@ class Run:
         step = self.statement.step(self.ledger, final=True, model_sha256=hashlib.sha256(model).hexdigest())
         self.folder.write_public_json(STATEMENT, step)
         self.folder.write_public_bytes(MODEL, model)
+        if self._latest:
+            said = {"step": str(self.training.taken), "expected_batch_size": str(self.setup.privacy.expected_batch_size)}
+            self.folder.write_public_bytes(NOISY_SUM, save({name: value.cpu() for name, value in self._latest.items()}, said))
         curve = epsilon_curve(self.statement.planned, self.setup.privacy.delta, curve_points(self.setup.privacy.steps))
         accountant = curve_accountant(self.statement.planned)
         groups = self.training.mechanism()[0].groups

@@ -147,12 +147,11 @@ class PrivateTraining:
         """What the step to come clips to, and the noise on its sum: with an adaptive bound its own bound, and what the count leaves."""
         return sharing_with_count(self.clipping, self.noise(self.taken), self.adaptive)
 
-    def step(self, pay: Callable[[StepEvent], None] = lambda _: None) -> NoisySum:
+    def step(self, pay: Callable[[StepEvent], None] = lambda _: None, *, keep_sums: bool = False) -> NoisySum:
         """Draw, clip, pay, add noise, update. An empty batch is a step like any other: noise alone.
 
-        What is returned has no sums any more: they became the update.
-
-        pay: called before anything is released; see `private_sum`.
+        pay: called before anything is released; see `private_sum`. keep_sums: whether what is returned has the noisy sums, which take as
+        much memory as the parameters; without, they are gone when the update is made of them.
         """
         event = self.event()
         rows = self.sampling.draw(self.records, self.generator)
@@ -166,10 +165,11 @@ class PrivateTraining:
             expected_batch_size=self.expected_batch_size,
             pay=lambda: pay(event),
         )
+        kept = {name: value.clone() for name, value in noisy.sums.items()} if keep_sums else {}
         self.update(noisy.sums)
         self.adaptive = noisy.following
         self.taken += 1
-        return replace(noisy, sums={})
+        return replace(noisy, sums=kept)
 
     def update(self, sums: Mapping[str, Tensor]) -> None:
         """Let the optimiser take its step on the noisy sum, which is divided by the expected batch size in place."""
