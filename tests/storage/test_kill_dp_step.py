@@ -78,6 +78,8 @@ def check(folder: Path, told: list[Any], finished: bool) -> None:
     if (public / "step.json").exists():
         step = json.loads((public / "step.json").read_bytes())
         assert step["steps"] <= paid, "the ledger lags the statement"
+    if (folder / "checkpoint.safetensors").exists():
+        assert kept["step"] <= step["steps"], "the statement lags the checkpoint"
     if (public / "model.safetensors").exists():
         load((public / "model.safetensors").read_bytes())
     if finished:
