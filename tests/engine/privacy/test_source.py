@@ -338,3 +338,27 @@ def test_a_grid_changes_the_sum_by_no_more_than_its_rounding(model: nn.Module, b
     plain = in_memory(model, batch)(replace(clipping, grid=None)).sums
     dimensions = sum(value.numel() for value in plain.values())
     assert distance({name: value.double() * grid for name, value in sums.items()}, plain) <= RECORDS * math.sqrt(dimensions) * grid
+
+
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+def test_no_product_of_a_clipped_sum_has_its_factors_rounded(precision: str) -> None:
+    """A norm and a sum of factors that a GPU rounds to TF32, as it does in convolutions unless told otherwise, differ by a thousandth."""
+    ops = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn]
+    during: list[tuple[str, bool, list[str]]] = []
+
+    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        during.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, [op.fp32_precision for op in ops]))
+        return params["weight"] @ x
+
+    params = {"weight": torch.ones(3)}
+    was = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        before = [op.fp32_precision for op in ops]
+        batch_source(loss, params, torch.ones(2, 3))(Clipping.flat(params, 1.0))
+        assert [op.fp32_precision for op in ops] == before
+        assert torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision(was)
+    assert during
+    assert all(seen == ("highest", False, ["ieee"] * len(ops)) for seen in during)
