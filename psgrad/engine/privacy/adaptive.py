@@ -50,14 +50,16 @@ class AdaptiveBound:
 
     @staticmethod
     def count(below: torch.Tensor) -> float:
-        """The sum over the drawn records of 1[norm <= bound] - 1/2, which is what gets noise. Not private.
+        """The sum over the drawn records that have a gradient of 1[norm <= bound] - 1/2, which is what gets noise. Not private.
 
-        below: [n] bool. A record whose norm is not finite is above any bound: it counts -1/2, and moves the count no further than others.
+        below: [n] bool, `RecordColumns.counted`. A record whose norm is not finite is above any bound: it counts -1/2, and moves the
+        count no further than others.
         """
         return float(torch.count_nonzero(below)) - below.numel() / 2
 
     def sensitivity(self, relation: Relation) -> float:
-        """How far `count` may move between neighbouring datasets: recentred, a record is worth 1/2 either way; another one's place, 1."""
+        """How far `count` may move between neighbouring datasets: recentred, a record is worth 1/2 either way, and one without a gradient
+        nothing; another one's place is worth 1."""
         return 1.0 if relation == "replace_one" else 0.5
 
     def standard_deviation(self, relation: Relation) -> float:
@@ -73,6 +75,6 @@ class AdaptiveBound:
         return replace(self, bound=min(max(self.bound * factor, _SMALLEST), _LARGEST))
 
     def next(self, below: torch.Tensor, expected_batch_size: float, relation: Relation, generator: Generator) -> AdaptiveBound:
-        """The bound for the next step, from which of the drawn records (none, even) had a norm below this one: [n] bool."""
+        """The bound for the next step, from which of the drawn records with a gradient had a norm below this one: [n] bool, n = 0 even."""
         drawn = float(generator.normal((1,), dtype=torch.float64).item())
         return self.updated(self.count(below) + self.standard_deviation(relation) * drawn, expected_batch_size)

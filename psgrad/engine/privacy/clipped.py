@@ -20,6 +20,7 @@ from psgrad.engine.gradients.placed import DeferredGradient, Placed
 from psgrad.engine.gradients.terms import accumulating_dtype
 from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.discrete import round_to_grid, tightened
+from psgrad.engine.privacy.float32 import full_float32
 
 Sums = dict[str, torch.Tensor]
 
@@ -41,6 +42,13 @@ class RecordColumns:
     losses: torch.Tensor
     factors: torch.Tensor
     below: torch.Tensor
+
+    @property
+    def counted(self) -> torch.Tensor:
+        """`below` of the records that have a gradient: what an adaptive bound counts. One whose gradient is zero adds nothing to the sum,
+        and may add nothing to the count either, as zero_out is accounted for a record in whose place there is nothing.
+        """
+        return self.below[self.norms != 0]
 
     @classmethod
     def joined(cls, parts: Sequence[RecordColumns], groups: int = 1) -> RecordColumns:
@@ -103,6 +111,7 @@ class Clipper:
         self.clipping, self.memory = clipping, memory
 
     @torch.no_grad()
+    @full_float32()
     def __call__(
         self,
         loss: Callable[..., Any],

@@ -73,7 +73,7 @@ def private_sum(
     if adaptive is not None:
         if expected_batch_size is None:
             raise ValueError("an adaptive bound needs expected_batch_size, the public divisor of its count")
-        following = adaptive.next(records.below, expected_batch_size, relation, generator)
+        following = adaptive.next(records.counted, expected_batch_size, relation, generator)
     return NoisySum(sums, sensitivity, noise.standard_deviation(sensitivity), clipping, following, records)
 
 

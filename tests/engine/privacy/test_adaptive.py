@@ -10,7 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psgrad.engine.privacy.adaptive import AdaptiveBound
+from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.generators import TorchGenerator, make_generator
+from psgrad.engine.privacy.noise import Noise
+from psgrad.engine.privacy.source import batch_source
+from psgrad.engine.privacy.step import private_sum
 from psgrad.errors import ConfigError
 
 
@@ -36,6 +40,25 @@ def test_the_count_moves_by_no_more_than_its_sensitivity(others: list[bool], one
     )
     assert abs(with_one - without) == bound.sensitivity("add_or_remove_one") == bound.sensitivity("zero_out") == 0.5
     assert abs(with_one - replaced) <= bound.sensitivity("replace_one") == 1.0
+
+
+def test_a_record_in_whose_place_there_is_nothing_moves_the_count_by_no_more_than_its_sensitivity() -> None:
+    """zero_out: D' has a record without a gradient where D has any other. With the same noise, the logarithm of the next bound moves by
+    the count's move over the divisor.
+    """
+    bound, params = AdaptiveBound(1.0, learning_rate=1.0, count_multiplier=3.0), {"weight": torch.zeros(2)}
+
+    def following(row: list[float] | None) -> float:
+        rows = torch.tensor([[0.3, 0.4], [3.0, 4.0], *([] if row is None else [row])])
+        source = batch_source(lambda params, row: params["weight"] @ row, params, rows)
+        generator, clipping = make_generator("aes", seed=1), Clipping.flat(params, 1.0)
+        noisy = private_sum(source, clipping, Noise(1.0), "zero_out", generator, adaptive=bound, expected_batch_size=8)
+        assert noisy.following is not None
+        return math.log(noisy.following.bound) * 8
+
+    nothing = following([0.0, 0.0])
+    for row in ([30.0, 40.0], [0.03, 0.04], [math.nan, 0.0], [math.inf, 0.0], None):
+        assert abs(following(row) - nothing) <= bound.sensitivity("zero_out") + 1e-12, row
 
 
 def test_the_noise_costs_what_the_formula_of_the_paper_takes_for_granted() -> None:

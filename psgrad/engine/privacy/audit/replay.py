@@ -189,7 +189,7 @@ def record_replay(
             differing.append("the random draws")
         differing += _differing(*({**_shapes(outcome), **public(outcome)} for outcome in outcomes))
     effective = clipping if adaptive is None else clipping.with_bound(adaptive.bound)
-    counts = None if adaptive is None else [adaptive.count(clipped.records.below) for clipped in seen]
+    counts = None if adaptive is None else [adaptive.count(clipped.records.counted) for clipped in seen]
     distance, rounding = _distance(seen[0].sums, seen[1].sums, effective.grid)
     sensitivity = effective.sensitivity(relation)
     return Replayed(

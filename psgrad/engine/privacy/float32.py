@@ -1,0 +1,43 @@
+"""Products of float32 numbers as products of float32 numbers, whatever the machine is told to take for them.
+
+PyTorch lets a GPU round the factors of convolutions to TF32 (10 bits) by default, and those of matrix products where it is told to; some
+CPUs then take bfloat16. A norm and the sum that it clips for are different products of the same factors: so rounded, a record adds up to
+a thousandth more than its bound, which no margin of `Clipping` allows for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """No TF32 and no bfloat16 in place of float32. What was set before is set again afterwards."""
+    backends: Any = torch.backends
+    ops = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn)
+    before = [op.fp32_precision for op in ops]
+    older = _older_switches()
+    torch.set_float32_matmul_precision("highest")
+    backends.cudnn.allow_tf32 = False
+    for op in ops:
+        op.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        if older is not None:
+            torch.set_float32_matmul_precision(older[0])
+            backends.cudnn.allow_tf32 = older[1]
+        for op, value in zip(ops, before, strict=True):
+            op.fp32_precision = value
+
+
+def _older_switches() -> tuple[str, bool] | None:
+    """What the switches say that PyTorch had before `fp32_precision`; None where both kinds were used: the older can't be asked then."""
+    try:
+        return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    except RuntimeError:
+        return None
