@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils._pytree import tree_leaves, tree_map
 
 from psgrad.engine.objective import Objective
+from psgrad.engine.privacy.random_branches import branches_on_a_draw
 from psgrad.engine.privacy.sampling import Sampling
 from psgrad.errors import ConfigError, ModelError, PsgradError
 
@@ -83,8 +84,9 @@ def require_separate_records(objective: Objective, inputs: Sequence[Tensor], tar
     In plain forward passes, one row at a time and all together: no buffer and no parameter may change (batch normalisation in train mode,
     running statistics, power iteration); a row's loss must be the same again after other rows have passed (a memory bank, a running
     average); and a row's output must be the same in whatever company, as for psgrad each is alone and the model would silently be
-    another one (a loss over the batch, an axis of samples that is not the first). What only begins to matter after many rows, such as
-    a memory bank that has to fill up first, is not seen. The model, and PyTorch's generators, are left as they were.
+    another one (a loss over the batch, an axis of samples that is not the first). In passes over copies of a row, no branch may be taken
+    on a random draw. What only begins to matter after many rows, such as a memory bank that has to fill up first, is not seen. The model,
+    and PyTorch's generators, are left as they were.
     """
     rows = _FewRows(objective, tuple(inputs), target)
     _require_no_batch_statistics(objective.model)
@@ -92,6 +94,7 @@ def require_separate_records(objective: Objective, inputs: Sequence[Tensor], tar
         rows.require_no_update(state)
         rows.require_no_memory(state)
         rows.require_no_company()
+        rows.require_no_tossed_branch()
 
 
 def _require_no_batch_statistics(model: nn.Module) -> None:
@@ -199,6 +202,20 @@ class _FewRows:
                 apart = max(apart, self._apart(others, (loss, output)))
             if apart > self._tolerance():
                 raise self._mixes(row, apart)
+
+    def require_no_tossed_branch(self) -> None:
+        """What the model draws at random does not decide which way it goes: see `random_branches`."""
+        if not self.objective.model.training or not self.alone(0)[2]:
+            return
+        where = branches_on_a_draw(self.objective, [x[:1] for x in self.inputs], None if self.target is None else self.target[:1])
+        if where is not None:
+            raise ModelError(
+                f"the model goes one way or the other by what it draws at random{where}",
+                expected="random draws that are used as numbers, as dropout does",
+                cause="layers that are left out at random (layer drop, stochastic depth) by an `if`: which records keep their draws then "
+                "depends on the other records of the batch",
+                next_step="multiply by the draw in place of the `if`, or set that probability to 0, or model.mode: eval",
+            )
 
     def _mixes(self, row: int, apart: float) -> ModelError:
         layer = self._first_that_mixes(row)

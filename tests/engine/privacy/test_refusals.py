@@ -362,3 +362,38 @@ def test_generators_and_weights_are_left_as_they_were() -> None:
     check(model)
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
+
+
+class LayerDrop(nn.Module):
+    """A layer that is left out at random: by an `if`, or by a factor that is 0 or 1."""
+
+    def __init__(self, rate: float, by_an_if: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.rate, self.by_an_if = rate, by_an_if
+
+    def forward(self, x: Tensor) -> Tensor:
+        drawn = torch.rand([]) if self.training else torch.ones([])
+        if not self.by_an_if:
+            return self.second(x + (drawn >= self.rate) * self.first(x))  # type: ignore[no-any-return]
+        if drawn < self.rate:
+            return self.second(x)  # type: ignore[no-any-return]
+        return self.second(x + self.first(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("rate", "by_an_if", "training", "refused"),
+    [(0.5, True, True, True), (0.2, True, True, True), (0.0, True, True, False), (0.5, True, False, False), (0.5, False, True, False)],
+)
+def test_a_branch_on_a_random_draw_is_refused(rate: float, by_an_if: bool, training: bool, refused: bool) -> None:
+    """Where records would toss for themselves, two records that go the same way at once keep their draws, and others toss again."""
+    torch.manual_seed(0)
+    model, x, y = LayerDrop(rate, by_an_if).train(training), torch.randn(4, 4), torch.tensor([0, 1, 2, 0])
+    before = torch.get_rng_state()
+    if refused:
+        with pytest.raises(ModelError, match="goes one way or the other by what it draws at random") as caught:
+            require_separate_records(Objective(model, F.cross_entropy), (x,), y)
+        assert "layer drop" in str(caught.value)
+    else:
+        require_separate_records(Objective(model, F.cross_entropy), (x,), y)
+    assert torch.equal(torch.get_rng_state(), before)
