@@ -142,7 +142,7 @@ def test_files_that_the_page_names_are_written(two_steps: tuple[Path, str, float
     folder = two_steps[0]
     section = TEXT[TEXT.index("## The run folder") :].partition("\n## ")[0]
     named = re.findall(r"^\| `([\w./*]+)` \|", section, flags=re.MULTILINE)
-    assert len(named) == 7
+    assert len(named) == 8
     for name in named:
         assert list(folder.glob(name)), name
     written = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
