@@ -20,7 +20,7 @@ from psgrad.engine.gradients.placed import DeferredGradient, Placed
 from psgrad.engine.gradients.terms import accumulating_dtype
 from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.discrete import round_to_grid, tightened
-from psgrad.engine.privacy.float32 import full_float32
+from psgrad.engine.privacy.float32 import full_float32, with_autocast_inside
 
 Sums = dict[str, torch.Tensor]
 
@@ -111,7 +111,6 @@ class Clipper:
         self.clipping, self.memory = clipping, memory
 
     @torch.no_grad()
-    @full_float32()
     def __call__(
         self,
         loss: Callable[..., Any],
@@ -122,8 +121,14 @@ class Clipper:
         randomness: str = "error",
     ) -> ClippedSum:
         """The clipped sum of at least one record. The arguments are those of `per_sample_gradients`."""
-        options = {"in_dims": in_dims, "has_aux": has_aux, "randomness": randomness}
-        job = Pass(loss, params, batch, in_dims, has_aux, randomness)
+        device = next(iter(params.values())).device
+        loss = with_autocast_inside(loss, device)
+        with full_float32(device):
+            return self._clipped(loss, params, batch, {"in_dims": in_dims, "has_aux": has_aux, "randomness": randomness})
+
+    def _clipped(self, loss: Any, params: Mapping[str, torch.Tensor], batch: tuple[Any, ...], options: dict[str, Any]) -> ClippedSum:
+        """In one pass if that may be done, else by halves."""
+        job = Pass(loss, params, batch, **options)
         count, device = job.level.size, next(iter(params.values())).device
         total = Total(self.clipping, params)
         if self.clipping.grid is not None:
@@ -137,7 +142,7 @@ class Clipper:
         if count == 1:
             return _alone(self.clipping, per_sample_gradients(loss, params, *batch, **options), _precision(params))
         for rows in torch.arange(count, device=device).tensor_split(2):
-            total.add(self(loss, params, *job.batch_of(rows), **options))
+            total.add(self._clipped(loss, params, job.batch_of(rows), options))
         return total.found()
 
     def _at_once(self, loss: Any, params: Mapping[str, torch.Tensor], batch: tuple[Any, ...], options: dict[str, Any]) -> ClippedSum | None:

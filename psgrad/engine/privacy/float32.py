@@ -2,21 +2,35 @@
 
 PyTorch lets a GPU round the factors of convolutions to TF32 (10 bits) by default, and those of matrix products where it is told to; some
 CPUs then take bfloat16. A norm and the sum that it clips for are different products of the same factors: so rounded, a record adds up to
-a thousandth more than its bound, which no margin of `Clipping` allows for.
+a thousandth more than its bound, which no margin of `Clipping` allows for. Autocast that is on around a clipped sum does the same, and more
+so; it is meant for the loss, and kept to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 
+def with_autocast_inside(loss: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """The loss under the autocast that is on where this is called, if any, for callers that turn it off around the loss."""
+    if not torch.is_autocast_enabled(device.type):
+        return loss
+    dtype = torch.get_autocast_dtype(device.type)
+
+    def cast(*args: Any) -> Any:
+        with torch.autocast(device.type, dtype=dtype, cache_enabled=False):
+            return loss(*args)
+
+    return cast
+
+
 @contextmanager
-def full_float32() -> Iterator[None]:
-    """No TF32 and no bfloat16 in place of float32. What was set before is set again afterwards."""
+def full_float32(device: torch.device) -> Iterator[None]:
+    """No autocast on this device, and no TF32 and no bfloat16 in place of float32. What was set before is set again afterwards."""
     backends: Any = torch.backends
     ops = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn)
     before = [op.fp32_precision for op in ops]
@@ -26,7 +40,8 @@ def full_float32() -> Iterator[None]:
     for op in ops:
         op.fp32_precision = "ieee"
     try:
-        yield
+        with torch.autocast(device.type, enabled=False):
+            yield
     finally:
         if older is not None:
             torch.set_float32_matmul_precision(older[0])

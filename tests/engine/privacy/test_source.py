@@ -20,6 +20,7 @@ from psgrad.engine.objective import Objective
 from psgrad.engine.privacy import clipped as module
 from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.source import ClippedSum, GradientSource, batch_source, stream_source
+from psgrad.engine.transforms import functional_call
 from psgrad.errors import ModelError
 from psgrad.inputs.samples import Block
 from tests.engine.privacy.clipped_loop import clipped_loop, distance, group_norms
@@ -362,3 +363,24 @@ def test_no_product_of_a_clipped_sum_has_its_factors_rounded(precision: str) -> 
         torch.set_float32_matmul_precision(was)
     assert during
     assert all(seen == ("highest", False, ["ieee"] * len(ops)) for seen in during)
+
+
+@pytest.mark.parametrize("shape", [(6,), (7, 6)], ids=["vectors", "sequences"])
+def test_autocast_around_a_source_is_the_losss_alone(shape: tuple[int, ...]) -> None:
+    """Sums in bfloat16 were longer than the bound by a thousandth."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16))
+    params = {name: value.detach() for name, value in net.named_parameters()}
+    rows, clipping, seen = torch.randn(RECORDS, *shape), Clipping.flat(params, 0.1), set()
+
+    def loss(params: dict[str, Tensor], row: Tensor) -> Tensor:
+        out = functional_call(net, params, (row,))
+        seen.add(out.dtype)
+        return out.float().square().sum()
+
+    with torch.autocast("cpu", torch.bfloat16):
+        for row in rows.split(1):
+            found = batch_source(loss, params, row)(clipping)
+            assert not found.records.below.any()
+            assert 0.1 * (1 - 2.0**-20) <= distance(found.sums) <= 0.1
+    assert seen == {torch.bfloat16}
