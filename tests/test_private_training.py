@@ -312,13 +312,13 @@ def test_private_diagnostics_only_when_asked_for(private: PrivateWorkplace) -> N
     assert "median norm" in private.succeeded("--resume", "--show-private").err
 
 
-def test_what_makes_an_epsilon_larger_than_it_need_be_is_told(whole: PrivateWorkplace) -> None:
-    whole.privacy["steps"] = 60
-    whole.privacy["noise"]["schedule"] = {"kind": "exponential", "factor": 0.99}
-    outcome = whole.succeeded("--steps", "45")
-    note = "45 unlike noise multipliers were rounded down, by at most 2%"
-    assert whole.step()["accounting_notes"] == {"epsilon_rdp": note, "epsilon_pld": note}
-    assert f"epsilon_pld: {note}" in outcome.err
+def test_what_makes_an_epsilon_larger_than_it_need_be_is_told(private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psgrad.engine.privacy.accounting.events._UNLIKE", 4)
+    private.privacy["noise"]["schedule"] = {"kind": "exponential", "factor": 0.99}
+    outcome = private.succeeded("--steps", "5")
+    note = "5 unlike noise multipliers were rounded down, by at most 2%"
+    assert private.step()["accounting_notes"] == {"epsilon_rdp": note}
+    assert f"epsilon_rdp: {note}" in outcome.err
 
 
 def test_no_noise_is_infinite_epsilon(private: PrivateWorkplace) -> None:
@@ -510,3 +510,71 @@ def test_an_unknown_optimiser(private: PrivateWorkplace) -> None:
 
 def test_nothing_to_resume(private: PrivateWorkplace) -> None:
     private.refused(2, "there is no run to resume in out", options=("--resume",))
+
+
+# What goes wrong leaves nothing half begun ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"sampling": {"scheme": "fixed", "batch_size": 100}, "expected_batch_size": 100}, "batch_size is 100, and the dataset has 24"),
+        ({"noise": {"multiplier": 1e6, "mechanism": "discrete_gaussian"}}, "the noise's standard deviation is 500000, and the grid"),
+        ({"noise": {"multiplier": 1e160}}, "the noise multiplier is 1e+160"),
+        ({"noise": {"multiplier": 1e-160}}, "the noise multiplier is 1e-160"),
+        ({"noise": {"multiplier": 1.0, "schedule": {"kind": "exponential", "factor": 1e-10}}}, "a number from 1e-100 to 1e+100"),
+        ({"optimizer": {"name": "SGD", "kwargs": {"lr": 1e300}}}, "SGD does not take {'lr': 1e+300}"),
+        ({"optimizer": {"name": "SGD", "kwargs": {"lr": math.inf}}}, "SGD does not take {'lr': inf}: a number is NaN or infinite"),
+        ({"optimizer": {"name": "Adam", "kwargs": {"betas": [0.9, math.nan]}}}, "a number is NaN or infinite"),
+        ({"optimizer": {"name": "SGD", "kwargs": {"lr": 0.1, "differentiable": True}}}, "SGD does not take"),
+    ],
+)
+def test_what_no_step_can_be_taken_with_is_refused_before_there_is_a_ledger(
+    private: PrivateWorkplace, change: dict[str, Any], words: str
+) -> None:
+    private.config["engine"]["dtype"] = "float32"
+    right = dict(private.privacy)
+    private.privacy.update(change)
+    private.refused(2, words)
+    assert not private.run_folder.exists()
+    private.config["privacy"] = right
+    private.succeeded()
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_a_lost_ledger_is_told_and_its_run_is_not_replaced(private: PrivateWorkplace, empty: bool) -> None:
+    private.succeeded()
+    ledger = private.run_folder / "public" / "ledger.jsonl"
+    if empty:
+        ledger.write_bytes(b"")
+    else:
+        ledger.unlink()
+    private.refused(3, "ledger.jsonl is gone", "no privacy guarantee", options=("--resume",))
+    for options in ((), ("--overwrite",)):
+        private.refused(2, "the ledger that paid for it is gone", options=options)
+
+
+def test_damaged_private_files_are_told(private: PrivateWorkplace) -> None:
+    private.succeeded()
+    (private.run_folder / "private" / "NOT_PRIVATE_steps.parquet").write_bytes(b"no table")
+    assert "NOT_PRIVATE_steps.parquet could not be read" in private.succeeded("--resume").err
+    assert len(pd.read_parquet(private.run_folder / "private" / "NOT_PRIVATE_steps.parquet")) == 1
+    (private.run_folder / "private" / "NOT_PRIVATE_manifest.json").write_text("[]")
+    private.refused(3, "NOT_PRIVATE_manifest.json can't be read: it is no JSON object", options=("--resume",))
+
+
+def test_a_checkpoint_that_is_a_folder(private: PrivateWorkplace) -> None:
+    private.succeeded()
+    checkpoint = private.run_folder / "checkpoint.safetensors"
+    checkpoint.unlink()
+    checkpoint.mkdir()
+    private.refused(3, "checkpoint.safetensors can't be read: Is a directory", options=("--resume",))
+
+
+def test_weights_that_are_no_numbers_any_more_are_told(private: PrivateWorkplace) -> None:
+    private.privacy["optimizer"]["kwargs"]["lr"] = 1e-3
+    assert "NaN or infinite" not in private.succeeded().err
+    private.config["output"] = "exploded"
+    private.config["engine"]["dtype"] = "float32"
+    private.privacy["optimizer"]["kwargs"] = {"lr": 3e38, "momentum": 0.9}
+    assert "of 4 trained parameters, " in private.succeeded("--steps", "20").err
