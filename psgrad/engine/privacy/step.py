@@ -17,6 +17,7 @@ from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.relation import Relation
 from psgrad.engine.privacy.sampling import Sampling
 from psgrad.engine.privacy.source import GradientSource, RecordColumns
+from psgrad.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -113,8 +114,10 @@ class PrivateTraining:
         source: record numbers of a batch, sorted, to its gradients.
         records: how many records there are.
         noise: step number t = 0, 1, ... to its noise, whose multiplier is what the step is accounted with.
-        optimizer: over these parameters, from torch.optim.
+        optimizer: over these parameters and no others, from torch.optim.
         taken: steps that were taken before.
+
+    Raises ConfigError where the optimiser has others, whose gradients would get no noise.
     """
 
     def __init__(
@@ -133,6 +136,7 @@ class PrivateTraining:
         adaptive: AdaptiveBound | None = None,
         taken: int = 0,
     ) -> None:
+        _require_no_others(optimizer, parameters)
         self.parameters, self.source, self.records = dict(parameters), source, records
         self.clipping, self.noise, self.sampling, self.relation = clipping, noise, sampling, relation
         self.expected_batch_size, self.optimizer, self.generator = expected_batch_size, optimizer, generator
@@ -177,3 +181,16 @@ class PrivateTraining:
             parameter.grad = sums[name].div_(self.expected_batch_size).to(parameter.dtype)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+
+
+def _require_no_others(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raises ConfigError where the optimiser would change what is not noised."""
+    ours = {id(parameter) for parameter in parameters.values()}
+    others = [value for group in optimizer.param_groups for value in group["params"] if value.requires_grad and id(value) not in ours]
+    if others:
+        raise ConfigError(
+            f"the optimiser has {len(others)} trainable parameters that are not among those of the private training",
+            expected="the same parameters in both: what else the optimiser changes, it changes by gradients without noise",
+            cause="an optimiser over all of a model's parameters, of which some are trained privately, or over copies",
+            next_step="make the optimiser of parameters.values(), after the others were frozen",
+        )

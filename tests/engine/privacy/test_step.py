@@ -1,0 +1,53 @@
+"""Private training as a library's user sets it up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from psgrad.engine.privacy.clipping import Clipping
+from psgrad.engine.privacy.generators import make_generator
+from psgrad.engine.privacy.noise import Noise
+from psgrad.engine.privacy.sampling import Sampling
+from psgrad.engine.privacy.source import batch_source
+from psgrad.engine.privacy.step import PrivateTraining
+from psgrad.engine.transforms import functional_call
+from psgrad.errors import ConfigError
+
+
+def training_of_the_head(optimizer_has_all: bool, frozen: bool) -> tuple[nn.Module, PrivateTraining]:
+    """The body has gradients of an earlier pass without noise, as after training on public data."""
+    torch.manual_seed(0)
+    model, rows = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), torch.randn(10, 4)
+    model(rows).square().sum().backward()
+    head = {name: value for name, value in model.named_parameters() if name.startswith("1.")}
+    model[0].requires_grad_(not frozen)
+    if frozen:
+        model[0].zero_grad()
+    return model, PrivateTraining(
+        head,
+        lambda drawn: batch_source(lambda params, row: functional_call(model, params, (row,)).square().sum(), head, rows[drawn]),
+        10,
+        clipping=Clipping.flat(head, 1.0),
+        noise=lambda step: Noise(1.0),
+        sampling=Sampling("poisson", sample_rate=0.5),
+        relation="add_or_remove_one",
+        expected_batch_size=5,
+        optimizer=torch.optim.SGD(model.parameters() if optimizer_has_all else head.values(), lr=0.1),
+        generator=make_generator("aes"),
+    )
+
+
+def test_an_optimiser_of_more_than_is_noised_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the optimiser has 2 trainable parameters that are not among those of the private training"):
+        training_of_the_head(optimizer_has_all=True, frozen=False)
+
+
+@pytest.mark.parametrize("optimizer_has_all", [False, True])
+def test_what_is_not_noised_does_not_change(optimizer_has_all: bool) -> None:
+    model, training = training_of_the_head(optimizer_has_all, frozen=optimizer_has_all)
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    training.step()
+    changed = {name for name, value in model.named_parameters() if not torch.equal(value, before[name])}
+    assert changed == {"1.weight", "1.bias"}
