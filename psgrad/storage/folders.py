@@ -82,6 +82,13 @@ class RunFolder:
                 expected="a new or empty folder, or the folder of an earlier run",
                 next_step="choose another --output; --overwrite replaces earlier runs only",
             )
+        if ledger_lost(path):
+            raise OutputExistsError(
+                f"the output folder {path} holds a checkpoint of a private run, and the ledger that paid for it is gone",
+                expected="a new or empty folder",
+                cause=f"{LEDGER} was removed or emptied: a checkpoint is written after the ledger has begun, so something may be spent",
+                next_step="put the ledger back, or choose another --output; who is sure of it deletes the folder by hand",
+            )
         if has_begun(path / LEDGER):
             raise OutputExistsError(
                 f"the output folder {path} holds the ledger of a private run",
@@ -175,6 +182,12 @@ def manifest_of(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) and content.get("tool") == "psgrad" else None
+
+
+def ledger_lost(folder: Path) -> bool:
+    """Whether a private run's checkpoint is there without its ledger. The first checkpoint is written when the ledger has begun."""
+    checkpoint = folder / CHECKPOINT
+    return (checkpoint.exists() or checkpoint.is_symlink()) and not has_begun(folder / LEDGER)
 
 
 def _remove(path: Path) -> None:

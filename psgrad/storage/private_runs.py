@@ -15,9 +15,9 @@ from typing import Any
 
 import pandas as pd
 
-from psgrad.errors import ConfigError, OutputError
+from psgrad.errors import ConfigError, LedgerError, OutputError
 from psgrad.storage import files
-from psgrad.storage.folders import CHECKPOINT, LEDGER, MANIFEST, PRIVATE, PUBLIC, RunFolder, manifest_of
+from psgrad.storage.folders import CHECKPOINT, LEDGER, MANIFEST, PRIVATE, PUBLIC, RunFolder, ledger_lost, manifest_of
 from psgrad.storage.ledger_lines import has_begun
 
 PREFIX = "NOT_PRIVATE_"
@@ -36,7 +36,8 @@ class PrivateRunFolder(RunFolder):
     def open(cls, path: Path) -> PrivateRunFolder:
         """The folder of a run that spent something, to go on there. Changes nothing.
 
-        Raises ConfigError where the folder holds no private run, or one that was killed before its first step.
+        Raises ConfigError where the folder holds no private run, or one that was killed before its first step, and LedgerError where it
+        holds a checkpoint without the ledger that paid for it.
         """
         manifest = manifest_of(path)
         if manifest is None:
@@ -44,6 +45,13 @@ class PrivateRunFolder(RunFolder):
                 f"there is no run to resume in {path}",
                 expected="the folder of an earlier `psgrad dp-step`",
                 next_step="check --output, or begin a run without --resume",
+            )
+        if ledger_lost(path):
+            raise LedgerError(
+                f"the ledger {path / LEDGER} is gone, and {path / CHECKPOINT} is that of a run that had one",
+                expected="the ledger that paid for the checkpoint: without it nobody knows what was spent",
+                cause="the file was removed or emptied",
+                next_step="put the whole ledger back; a run whose ledger is lost has no privacy guarantee",
             )
         if not has_begun(path / LEDGER):
             command = manifest.get("command", "dp-step")
@@ -97,11 +105,13 @@ class PrivateRunFolder(RunFolder):
         path = self.path / PRIVATE / f"{PREFIX}{MANIFEST}"
         try:
             content: dict[str, Any] = json.loads(path.read_bytes())
+            if not isinstance(content, dict):
+                raise ValueError("it is no JSON object")
         except (OSError, ValueError) as error:
             raise OutputError(
                 f"{path} can't be read: {getattr(error, 'strerror', None) or error}",
                 expected="what the run wrote down of the data, by which they are known again",
-                cause="the private folder was removed or cleaned",
+                cause="the private folder was removed or cleaned, or the file was changed",
                 next_step="put the file back, or begin a run of its own with another --output",
             ) from error
         return content
