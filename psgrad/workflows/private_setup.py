@@ -128,10 +128,20 @@ def refuse(setup: PrivateSetup) -> None:
     privacy, run = setup.privacy, setup.run
     require_small_delta(privacy.delta, len(setup.records))
     require_expected_batch_size(privacy.expected_batch_size, setup.sampling, len(setup.records))
+    setup.sampling.require_drawable(len(setup.records))
     count = len(run.samples)
     looked_at = run.reader.take(np.linspace(0, count - 1, min(count, _ROWS_LOOKED_AT), dtype=np.int64))  # from all over the data
     inputs, target = placed(looked_at.inputs, looked_at.target, run.device, run.dtype)
     require_separate_records(run.objective, inputs, target)
+
+
+def require_possible_steps(setup: PrivateSetup, base: float) -> None:
+    """Raises ConfigError for a plan with steps that can't be taken: better now than when the steps before them are paid for."""
+    privacy = setup.privacy
+    multipliers = {event.noise_multiplier for event, _ in planned_events(privacy, base)}
+    if setup.clipping.grid is not None:
+        for multiplier in multipliers:
+            Noise(multiplier, privacy.noise.mechanism).require_grid(setup.clipping, privacy.relation)
 
 
 # -- values of a config -----------------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from psgrad.storage.folders import PRIVATE
 from psgrad.storage.private_runs import PREFIX
 from psgrad.workflows.interruptions import held
 from psgrad.workflows.private_planning import curve_points
-from psgrad.workflows.private_setup import PrivateSetup, base_multiplier, require_privacy, set_up_privately
+from psgrad.workflows.private_setup import PrivateSetup, base_multiplier, require_possible_steps, require_privacy, set_up_privately
 from psgrad.workflows.private_statement import Statement, ledger_header, software
 from psgrad.workflows.record import Clock, describe_run, recorded
 
@@ -84,6 +84,7 @@ def dp_step(
         base = base_multiplier(privacy) if before is None else float(before.header["noise_multiplier"])
         if privacy.noise.multiplier is not None:
             base = privacy.noise.multiplier
+        require_possible_steps(setup, base)
         header = ledger_header(setup, base)
     with clock("self-check"):
         check = setup.run.self_check(setup.run.stream(lambda _: None))
@@ -163,7 +164,15 @@ def require_same_data(folder: PrivateRunFolder, setup: PrivateSetup) -> None:
 def last_snapshot(folder: PrivateRunFolder, before: LedgerContent) -> Snapshot | None:
     """The checkpoint of a run to be resumed; None where no step was taken that it could have seen."""
     if folder.checkpoint.exists():
-        return Snapshot.from_bytes(folder.checkpoint.read_bytes(), str(folder.checkpoint))
+        try:
+            data = folder.checkpoint.read_bytes()
+        except OSError as error:
+            raise CheckpointError(
+                f"{folder.checkpoint} can't be read: {error.strerror or error}",
+                expected="the checkpoint that the run wrote",
+                next_step="put the checkpoint back that belongs to this run",
+            ) from error
+        return Snapshot.from_bytes(data, str(folder.checkpoint))
     if not before.steps:
         return None
     raise CheckpointError(
@@ -250,7 +259,7 @@ class Run:
         self.folder.write_public_bytes(MODEL, model)
         if self._latest:
             said = {"step": str(self.training.taken), "expected_batch_size": str(self.setup.privacy.expected_batch_size)}
-            self.folder.write_public_bytes(NOISY_SUM, save({name: value.cpu() for name, value in self._latest.items()}, said))
+            self.folder.write_public_bytes(NOISY_SUM, save({name: value.cpu().contiguous() for name, value in self._latest.items()}, said))
         curve = epsilon_curve(self.statement.planned, self.setup.privacy.delta, curve_points(self.setup.privacy.steps))
         accountant = curve_accountant(self.statement.planned)
         groups = self.training.mechanism()[0].groups
@@ -298,8 +307,11 @@ class Run:
 
     def _write_private(self, result: DPStepResult) -> None:
         """The table of all steps, those of earlier processes included."""
-        earlier = self.folder.path / PRIVATE / f"{PREFIX}{_STEPS}"
-        steps = result.steps if not earlier.exists() else pd.concat([pd.read_parquet(earlier), result.steps], ignore_index=True)
+        earlier, steps = self.folder.private_table(_STEPS), result.steps
+        if earlier is not None:
+            steps = pd.concat([earlier, steps], ignore_index=True)
+        elif (self.folder.path / PRIVATE / f"{PREFIX}{_STEPS}").exists():
+            result.notes.append(f"{PRIVATE}/{PREFIX}{_STEPS} could not be read: the steps of earlier processes are missing in the new one")
         self.folder.write_private_table(_STEPS, steps)
 
     def _notes(self) -> list[str]:
@@ -310,6 +322,13 @@ class Run:
             )
         if not self.training.generator.secure:
             notes.append(f"the noise comes from {self.training.generator.name}, which is not cryptographic: the ledger says so")
+        broken = [name for name, parameter in self.setup.parameters.items() if not bool(torch.isfinite(parameter).all())]
+        if broken:  # no secret: the weights are released
+            notes.append(
+                f"the weights are NaN or infinite in {len(broken)} of {len(self.setup.parameters)} trained parameters, {broken[0]} first: "
+                "no gradient comes of them, and each further step is spent for noise alone; lower the learning rate, or look at the "
+                "weights that training began with"
+            )
         return notes
 
 

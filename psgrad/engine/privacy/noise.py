@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from psgrad.engine.privacy.clipping import Clipping
-from psgrad.engine.privacy.discrete import LARGEST_SIGMA, discrete_gaussian
+from psgrad.engine.privacy.discrete import LARGEST_SIGMA, SMALLEST_SIGMA, discrete_gaussian
 from psgrad.engine.privacy.generators import Generator
 from psgrad.engine.privacy.relation import Relation
 from psgrad.errors import ConfigError
@@ -67,7 +67,7 @@ class Noise:
                 so fine that 64-bit integers can't hold the noise.
         """
         deviation = self.standard_deviation(clipping.sensitivity(relation))
-        self._check(sums, clipping, deviation)
+        self._check(sums, clipping, relation)
         if clipping.grid is None:
             return self._continuous(sums, deviation, generator)
         sigma = deviation / clipping.grid * _UP
@@ -93,7 +93,20 @@ class Noise:
             value = value + drawn.reshape(value.shape).to(value.device)
         return value.double().mul_(grid)
 
-    def _check(self, sums: Mapping[str, Tensor], clipping: Clipping, deviation: float) -> None:
+    def require_grid(self, clipping: Clipping, relation: Relation) -> None:
+        """Raises ConfigError where the grid of a clipping is too fine or too coarse for this noise to be drawn on it."""
+        if clipping.grid is None or not self.multiplier:
+            return
+        deviation = self.standard_deviation(clipping.sensitivity(relation))
+        if not SMALLEST_SIGMA <= deviation / clipping.grid * _UP <= LARGEST_SIGMA:
+            raise ConfigError(
+                f"the noise's standard deviation is {deviation:g}, and the grid {clipping.grid:g}",
+                expected=f"a grid from {deviation / LARGEST_SIGMA:g} (sums and noise fit in 64 bits) to {deviation / SMALLEST_SIGMA:g}",
+                cause="a noise multiplier that is far from 1, or a grid that was chosen for another",
+                next_step="correct the noise multiplier, or set such a grid",
+            )
+
+    def _check(self, sums: Mapping[str, Tensor], clipping: Clipping, relation: Relation) -> None:
         """Whether mechanism, grid and dtypes go together. Nothing here depends on what the sums hold."""
         discrete = self.mechanism == "discrete_gaussian"
         if discrete != (clipping.grid is not None):
@@ -112,9 +125,4 @@ class Noise:
                     cause=cause,
                     next_step=None if discrete else "sum in float32; what is released may be converted afterwards",
                 )
-        if clipping.grid is not None and deviation / clipping.grid > LARGEST_SIGMA:
-            raise ConfigError(
-                f"the noise's standard deviation is {deviation:g}, and the grid {clipping.grid:g}",
-                expected=f"a grid of at least {deviation / LARGEST_SIGMA:g}, so that sums and noise fit in 64 bits",
-                next_step="leave the grid out, and one is chosen",
-            )
+        self.require_grid(clipping, relation)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -39,8 +40,12 @@ def make_optimizer(name: str, kwargs: Mapping[str, Any], parameters: Iterable[nn
             f"privacy.optimizer: torch.optim has no optimiser {name!r}" + (f"; did you mean {close[0]}?" if close else ""),
             expected=f"one of {', '.join(known)}",
         )
+    trained = list(parameters)
     try:
-        optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(list(parameters), **kwargs)
+        if not _all_finite(kwargs):
+            raise ValueError("a number is NaN or infinite")
+        _rehearse(getattr(torch.optim, name), kwargs, trained)
+        optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(trained, **kwargs)
     except Exception as error:  # arguments are checked in as many ways as there are optimisers
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
         raise ConfigError(
@@ -49,3 +54,23 @@ def make_optimizer(name: str, kwargs: Mapping[str, Any], parameters: Iterable[nn
             next_step="correct privacy.optimizer.kwargs",
         ) from error
     return optimizer
+
+
+def _all_finite(value: object) -> bool:
+    """Whether no number in a value of a config is NaN or infinite: a ledger, which is JSON, could not hold it."""
+    if isinstance(value, Mapping):
+        return all(map(_all_finite, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_all_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def _rehearse(optimizer: type[torch.optim.Optimizer], kwargs: Mapping[str, Any], parameters: Iterable[nn.Parameter]) -> None:
+    """Take two steps on a zero for each kind of parameter: some arguments are looked at when a step is taken, which is paid for then."""
+    kinds = {(parameter.ndim, parameter.dtype, parameter.device) for parameter in parameters}
+    zeros = [nn.Parameter(torch.zeros([1] * ndim, dtype=dtype, device=device)) for ndim, dtype, device in kinds]
+    tried = optimizer(zeros, **kwargs)
+    for _ in range(2):
+        for zero in zeros:
+            zero.grad = torch.zeros_like(zero)
+        tried.step()

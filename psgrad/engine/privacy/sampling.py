@@ -105,30 +105,34 @@ class Sampling:
 
         Raises ConfigError where a dataset of `count` records can't be sampled so.
         """
+        self.require_drawable(count)
         if self.scheme == "fixed":
             assert self.batch_size is not None
-            if self.batch_size > count:
-                raise ConfigError(
-                    f"batch_size is {self.batch_size}, and the dataset has {count} records",
-                    expected="at most as many records as there are, as they are drawn without replacement",
-                    next_step="lower batch_size",
-                )
             return random_subset(count, self.batch_size, generator)
         assert self.sample_rate is not None
         if self.scheme == "poisson":
             return _bernoulli(count, self.sample_rate, generator)
         assert self.max_batch_size is not None
-        if count != self.dataset_size:
+        drawn = _bernoulli(count, self.sample_rate, generator)
+        if len(drawn) > self.max_batch_size:
+            drawn = drawn[random_subset(len(drawn), self.max_batch_size, generator)]
+        return drawn
+
+    def require_drawable(self, count: int) -> None:
+        """Raises ConfigError where a dataset of `count` records can't be sampled so."""
+        if self.batch_size is not None and self.batch_size > count:
+            raise ConfigError(
+                f"batch_size is {self.batch_size}, and the dataset has {count} records",
+                expected="at most as many records as there are, as they are drawn without replacement",
+                next_step="lower batch_size",
+            )
+        if self.dataset_size is not None and count != self.dataset_size:
             raise ConfigError(
                 f"the dataset has {count} records, and dataset_size is {self.dataset_size}",
                 expected="the number that truncated Poisson sampling is accounted with",
                 cause="another dataset, or records counted in rows where a record is several of them",
                 next_step=f"check the data, then set dataset_size to {count}",
             )
-        drawn = _bernoulli(count, self.sample_rate, generator)
-        if len(drawn) > self.max_batch_size:
-            drawn = drawn[random_subset(len(drawn), self.max_batch_size, generator)]
-        return drawn
 
     def describe(self) -> dict[str, Any]:
         """The scheme and its numbers, for the ledger; `Sampling(**described)` gives the same again."""

@@ -220,4 +220,4 @@ def test_a_grid_too_fine_for_64_bits_is_refused() -> None:
     sums = {"w": torch.zeros(3, dtype=torch.int64)}
     error = refusal(lambda: Noise(1.0, "discrete_gaussian").add(sums, clipping, "add_or_remove_one", make_generator("aes")))
     assert "standard deviation is 1, and the grid" in error.arrived
-    assert f"at least {2.0**-44:g}" in str(error.expected)
+    assert f"a grid from {2.0**-44:g}" in str(error.expected)

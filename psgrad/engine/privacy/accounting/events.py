@@ -31,6 +31,8 @@ PLD_RELATIONS: dict[Scheme, tuple[Relation, ...]] = {
     "truncated_poisson": ("zero_out", "replace_one"),
     "fixed": ("replace_one", "zero_out"),
 }
+# Noise multipliers beyond these have squares that float64 can't hold together with their products.
+_LEAST, _MOST = 1e-100, 1e100
 _WHY_NONE = {
     ("fixed", "add_or_remove_one"): "a record more or less does not change the size of a fixed batch, so nothing protects that size",
     ("truncated_poisson", "add_or_remove_one"): "truncation depends on the number of records, which this relation takes for private",
@@ -62,6 +64,13 @@ class StepEvent:
         number = isinstance(self.noise_multiplier, int | float) and not isinstance(self.noise_multiplier, bool)
         if not number or not 0 <= self.noise_multiplier < math.inf:
             raise ConfigError(f"the noise multiplier is {self.noise_multiplier!r}", expected="a finite number, at least 0 (no noise)")
+        if self.noise_multiplier and not _LEAST <= self.noise_multiplier <= _MOST:
+            raise ConfigError(
+                f"the noise multiplier is {self.noise_multiplier!r}",
+                expected=f"0 for no noise, or a number from {_LEAST:g} to {_MOST:g}, whose square an accountant can hold",
+                cause="a mistyped exponent, or a schedule whose factor is far from 1",
+                next_step="choose a multiplier near 1; a target_epsilon computes it",
+            )
         scheme = self.sampling.scheme
         if self.relation not in PLD_RELATIONS[scheme]:
             raise ConfigError(
