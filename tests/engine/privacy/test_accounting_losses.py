@@ -270,6 +270,12 @@ def test_a_delta_too_small_for_so_many_steps_has_a_reason() -> None:
     assert found.why_not == "delta is 1e-10, and loss distributions of 1000000 steps are exact to 2e-09 only"
 
 
+def test_too_many_steps_have_a_reason() -> None:
+    found = epsilon_pld([(poisson(1000.0, 0.01), 1_000_000_000)], 1e-5)
+    assert found.value is None
+    assert found.why_not == "1,000,000,000 steps are more than the 10,000,000 that loss distributions are composed for"
+
+
 def test_without_dp_accounting_the_install_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     with pytest.raises(ConfigError, match=r"next step: pip install 'dp-accounting>=0.6'"):

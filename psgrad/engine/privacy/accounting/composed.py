@@ -28,6 +28,8 @@ _COARSEST = 1e-2
 _POINTS = 200_000
 # The standard deviations of noise between which a step's losses are looked at, one more than dp-accounting does.
 _TAILS = 11.0
+# Composing more takes dp-accounting minutes.
+_MOST_STEPS = 10_000_000
 # What rounding may take off delta for each step that is composed: ten times what was measured on Gaussians, whose composition is known.
 _ROUNDING = 2e-16
 # Where that is less than this share of delta, nothing is taken off, so that the figure is to the digit that of dp-accounting.
@@ -61,6 +63,8 @@ def _epsilon(events: Iterable[tuple[StepEvent, int]], delta: float, coarse: bool
     if any(event.noise_multiplier == 0 for event in counts):
         return Epsilon(math.inf)
     steps = sum(counts.values())
+    if steps > _MOST_STEPS:
+        return Epsilon(None, f"{steps:,} steps are more than the {_MOST_STEPS:,} that loss distributions are composed for")
     rounding = _ROUNDING * steps
     if delta < 10 * rounding:
         return Epsilon(None, f"delta is {delta:g}, and loss distributions of {steps} steps are exact to {10 * rounding:.0e} only")
