@@ -17,8 +17,10 @@ exact.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from itertools import count
 
 import numpy as np
@@ -59,14 +61,28 @@ def normals(shape: Sequence[int], dtype: torch.dtype, take: Take, write: Write) 
             write(first + block * PAIRS * width // _CIPHER_BLOCK, pairs * width, buffers.raw)
             buffers.to_normals(part)
 
-    threads = min(torch.get_num_threads(), blocks)
-    if threads <= 1:
-        work()
-    else:
-        with ThreadPoolExecutor(threads) as pool:
-            for done in [pool.submit(work) for _ in range(threads)]:
-                done.result()
+    helpers = min(torch.get_num_threads(), blocks // _BLOCKS_A_THREAD) - 1
+    helping = [_pool().submit(work) for _ in range(helpers)]
+    work()
+    for done in helping:
+        if not done.cancel():  # one that has not begun yet is not waited for: there is nothing left to do
+            done.result()
     return result.reshape(tuple(shape))
+
+
+# Fewer blocks than this for each thread, a quarter of a million numbers, are done before another thread has woken up: PyTorch's own still
+# hold the cores for a while after each of its operators.
+_BLOCKS_A_THREAD = 4
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    """The threads that help, kept from call to call: to start one takes longer than a small tensor's noise."""
+    return ThreadPoolExecutor(max(1, torch.get_num_threads() - 1), thread_name_prefix="psgrad-noise")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pool.cache_clear)  # a fork has none of its parent's threads
 
 
 class _Buffers:
