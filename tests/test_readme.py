@@ -136,7 +136,7 @@ def test_the_table_of_rivals_is_the_stored_result() -> None:
 
 
 def test_the_table_of_private_steps_is_the_stored_result() -> None:
-    stored = json.loads((ROOT / "benchmarks" / "results" / "dp-step-one-thread-cpu.json").read_text(encoding="utf-8"))
+    stored = json.loads((ROOT / "benchmarks" / "results" / "dp-step-cpu.json").read_text(encoding="utf-8"))
     expected = []
     for case in stored["cases"].values():
         ratios = {way: timing["median"] / case["seconds"]["plain"]["median"] for way, timing in case["seconds"].items()}
