@@ -328,6 +328,15 @@ def test_no_noise_is_infinite_epsilon(private: PrivateWorkplace) -> None:
     assert private.step()["epsilon_rdp"] in (None, math.inf)
 
 
+def test_a_list_of_multipliers_is_taken_to_its_end(private: PrivateWorkplace) -> None:
+    private.privacy["steps"] = 3
+    private.privacy["noise"] = {"schedule": {"kind": "list", "multipliers": [3.0, 2.0, 1.5]}}
+    private.succeeded("--steps", "2")
+    private.succeeded("--resume")
+    assert [line["noise_multiplier"] for line in private.ledger("step")] == [3.0, 2.0, 1.5]
+    assert private.step()["steps"] == 3
+
+
 def test_a_target_is_met_and_not_exceeded(whole: PrivateWorkplace) -> None:
     whole.privacy["noise"] = {"target_epsilon": 1.5}
     whole.succeeded("--steps", "20")

@@ -213,6 +213,7 @@ class Run:
         self._rows: list[dict[str, Any]] = []
         self._norms: deque[np.ndarray] = deque()
         self._latest: dict[str, torch.Tensor] = {}  # the last step's noisy sum
+        self._clipping = training.clipping  # and what it clipped to
         self._saved_at, self._saved_step = time.monotonic(), training.taken
 
     def take(self, steps: int, progress: Say) -> None:
@@ -226,7 +227,7 @@ class Run:
                 with held():
                     noisy = self.training.step(self.pay, keep_sums=not left)
                     self._note(noisy)
-                    self._latest = noisy.sums
+                    self._latest, self._clipping = noisy.sums, noisy.clipping
                     if self._due():
                         self.save()
                 spent = epsilon_rdp(self._spent.items(), delta).value
@@ -262,7 +263,7 @@ class Run:
             self.folder.write_public_bytes(NOISY_SUM, save({name: value.cpu().contiguous() for name, value in self._latest.items()}, said))
         curve = epsilon_curve(self.statement.planned, self.setup.privacy.delta, curve_points(self.setup.privacy.steps))
         accountant = curve_accountant(self.statement.planned)
-        groups = self.training.mechanism()[0].groups
+        groups = self._clipping.groups
         result = DPStepResult(
             step=step,
             folder=self.folder.path,
