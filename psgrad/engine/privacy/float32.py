@@ -9,7 +9,7 @@ so; it is meant for the loss, and kept to it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -35,19 +35,28 @@ def full_float32(device: torch.device) -> Iterator[None]:
     ops = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn)
     before = [op.fp32_precision for op in ops]
     older = _older_switches()
-    torch.set_float32_matmul_precision("highest")
-    backends.cudnn.allow_tf32 = False
-    for op in ops:
-        op.fp32_precision = "ieee"
+    with _frozen_switches_too():
+        torch.set_float32_matmul_precision("highest")
+        backends.cudnn.allow_tf32 = False
+        for op in ops:
+            op.fp32_precision = "ieee"
     try:
         with torch.autocast(device.type, enabled=False):
             yield
     finally:
-        if older is not None:
-            torch.set_float32_matmul_precision(older[0])
-            backends.cudnn.allow_tf32 = older[1]
-        for op, value in zip(ops, before, strict=True):
-            op.fp32_precision = value
+        with _frozen_switches_too():
+            if older is not None:
+                torch.set_float32_matmul_precision(older[0])
+                backends.cudnn.allow_tf32 = older[1]
+            for op, value in zip(ops, before, strict=True):
+                op.fp32_precision = value
+
+
+def _frozen_switches_too() -> AbstractContextManager[Any]:
+    """After `torch.backends.disable_global_flags()`, as PyTorch's own tests call it, switches are set by context managers alone, which are
+    made with this one."""
+    switches: AbstractContextManager[Any] = getattr(torch.backends, "__allow_nonbracketed_mutation", nullcontext)()
+    return switches
 
 
 def _older_switches() -> tuple[str, bool] | None:

@@ -365,6 +365,16 @@ def test_no_product_of_a_clipped_sum_has_its_factors_rounded(precision: str) -> 
     assert all(seen == ("highest", False, ["ieee"] * len(ops)) for seen in during)
 
 
+def test_frozen_switches_are_no_hindrance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.backends.disable_global_flags()` was called, as importing PyTorch's own test tools does."""
+    monkeypatch.setattr(torch.backends, "__allow_nonbracketed_mutation_flag", False)
+    before = torch.backends.cudnn.allow_tf32
+    params = {"weight": torch.ones(3)}
+    found = batch_source(lambda params, x: params["weight"] @ x, params, torch.ones(2, 3))(Clipping.flat(params, 1.0))
+    assert found.sums["weight"].norm() == pytest.approx(2.0)
+    assert torch.backends.cudnn.allow_tf32 is before
+
+
 @pytest.mark.parametrize("shape", [(6,), (7, 6)], ids=["vectors", "sequences"])
 def test_autocast_around_a_source_is_the_losss_alone(shape: tuple[int, ...]) -> None:
     """Sums in bfloat16 were longer than the bound by a thousandth."""
