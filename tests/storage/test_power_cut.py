@@ -203,7 +203,11 @@ def unsynced_write(target: Path, data: bytes) -> None:
 @pytest.mark.parametrize(
     ("place", "instead", "words"),
     [
-        ("psgrad.storage.ledger.files", without("sync"), "released without a ledger|the ledger lags a release|the ledger that paid for it is gone"),
+        (
+            "psgrad.storage.ledger.files",
+            without("sync"),
+            "released without a ledger|the ledger lags a release|the ledger that paid for it is gone",
+        ),
         ("psgrad.storage.ledger.files", without("sync_folder"), "released without a ledger"),
         ("psgrad.storage.files.sync_folder", nothing, "released without a ledger"),
         ("psgrad.storage.files.write_atomically", unsynced_write, "is damaged|is torn"),
