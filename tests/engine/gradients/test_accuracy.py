@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -91,3 +92,15 @@ def test_losses_are_those_of_the_samples(architecture: Architecture, device: tor
     expected = torch.stack([architecture.loss(output, wanted) for output, wanted in zip(outputs, target, strict=True)])
     grads = deferred_gradients(model, architecture.loss, inputs, target)
     torch.testing.assert_close(grads.losses, expected.detach(), rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("positions", [(), (5,)], ids=["vectors", "sequences"])
+def test_nothing_times_infinity_is_no_number(positions: tuple[int, ...]) -> None:
+    """As plain autograd has it: neither zero nor infinity."""
+    x, k, weight = torch.randn(4, 6, *positions), torch.randn(4, 3, *positions), torch.randn(3, 6)
+    x[1], k[1] = 0, math.inf
+    x[2] = 0
+    norms = per_sample_square_norms(lambda p, x, k: ((p["weight"] @ x) * k).sum(), {"weight": weight}, x, k).square_norms()
+    expected = torch.einsum("no...,ni...->noi", k, x).flatten(1).double().square().sum(1)
+    assert norms.isnan().tolist() == expected.isnan().tolist() == [False, True, False, False]
+    torch.testing.assert_close(norms, expected, rtol=1e-5, atol=0, equal_nan=True)
