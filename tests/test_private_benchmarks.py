@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-FOLDER = Path(__file__).parents[1] / "benchmarks"
+from tests.test_benchmarks import script as script
+
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A benchmark by name; they import one another as scripts do."""
-    before = set(sys.modules)
-    monkeypatch.syspath_prepend(str(FOLDER))
-
-    def named(name: str) -> ModuleType:
-        return importlib.import_module(name)
-
-    yield named
-    for name in set(sys.modules) - before:
-        if str(FOLDER) in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
 
 
 @pytest.fixture

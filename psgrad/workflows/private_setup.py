@@ -192,10 +192,10 @@ def adaptive_of(privacy: PrivacyConfig, clipping: Clipping) -> AdaptiveBound | N
     return AdaptiveBound(clipping.groups[0].bound, wanted.quantile, wanted.learning_rate, wanted.count_noise_multiplier)
 
 
-def planned_events(privacy: PrivacyConfig, base: float, start: int = 0) -> Events:
-    """The steps start, ..., steps - 1 of the plan, as an accountant sees them, for this base of the schedule."""
+def planned_events(privacy: PrivacyConfig, base: float) -> Events:
+    """All steps of the plan, as an accountant sees them, for this base of the schedule."""
     sampling = sampling_of(privacy)
-    runs = schedule_of(privacy).runs(base, privacy.steps, start)
+    runs = schedule_of(privacy).runs(base, privacy.steps)
     return [(StepEvent(multiplier, sampling, privacy.relation, privacy.noise.mechanism), steps) for multiplier, steps in runs]
 
 

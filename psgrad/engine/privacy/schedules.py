@@ -79,12 +79,12 @@ class Schedule:
             )
         return scaled
 
-    def runs(self, base: float, steps: int, start: int = 0) -> list[tuple[float, int]]:
-        """(noise multiplier, for how many steps), in order, of the steps start, ..., steps - 1."""
+    def runs(self, base: float, steps: int) -> list[tuple[float, int]]:
+        """(noise multiplier, for how many steps), in order, of the first so many steps."""
         if self.kind == "constant":
-            return [(base, steps - start)] if steps > start else []
+            return [(base, steps)] if steps else []
         runs: list[tuple[float, int]] = []
-        for step in range(start, steps):
+        for step in range(steps):
             multiplier = self.multiplier(base, step)
             if runs and runs[-1][0] == multiplier:
                 runs[-1] = (multiplier, runs[-1][1] + 1)

@@ -38,6 +38,7 @@ _UNSEEN = 1e-7
 
 def epsilon_pld(events: Iterable[tuple[StepEvent, int]], delta: float) -> Epsilon:
     """Epsilon of steps by privacy loss distributions: within 0.2 percent of the truth in most runs, and never below.
+    Of more than 40 unlike noise multipliers each is rounded down (see `rounded_down`), and epsilon is some percent too large.
 
     Half a second for equal steps, up to ten for hundreds of unlike ones.
 
