@@ -75,6 +75,10 @@ class LedgerError(OutputError):
     """The ledger of a private run is damaged, not this run's, or can't be written: nothing more may be released."""
 
 
+class InfluenceError(PsgradError):
+    """Scores can't be had: curvature that has no inverse, a solver that does not converge, gradients that are not finite."""
+
+
 class TransformError(PsgradError, RuntimeError):
     """A function can't be transformed (differentiated, mapped over samples) as it is written.
 

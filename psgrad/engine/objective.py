@@ -68,6 +68,11 @@ class Objective:
         output = first(self.model(*batch))
         return tree_map(lambda x: accumulating(x) if isinstance(x, torch.Tensor) else x, output) if self.autocast is not None else output
 
+    def predict(self, params: dict[str, torch.Tensor], inputs: tuple[torch.Tensor, ...]) -> Any:
+        """The model's output for one sample with these parameters: inputs and output without a batch axis."""
+        with swapped(self._slots, params), self.precision():
+            return self.output(*[x.unsqueeze(0) for x in inputs])
+
     def loss(self, params: dict[str, torch.Tensor], inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None) -> Any:
         """(loss, summary) of one sample: inputs and target without a batch axis. A loss in halves comes as float32."""
         with swapped(self._slots, params), self.precision():

@@ -1,0 +1,1 @@
+"""Influence: which training examples made the model do this."""

@@ -1,0 +1,142 @@
+"""What every influence method is: options, a fit to the training set at one checkpoint, and scores that come block by block."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from psgrad.engine.influence.examples import Examples
+from psgrad.engine.influence.flat import Vectors, as_gradients
+
+Per = Literal["total", "parameter", "module"]
+Scores = dict[str, torch.Tensor]  # label of a layer ("" for all of them) -> [k, m] float64
+
+# Of scores with this unit a sum over examples predicts what their removal does.
+REMOVAL = "predicted rise of the query's loss, in nats, if the training example were removed"
+
+
+@dataclass(frozen=True)
+class ScoreBlock:
+    """The scores of the training examples start, ..., stop - 1 for all m queries, on the CPU.
+
+    weights: [k] float64, for methods whose scores are a product of a matrix and one number a training example, each of which is
+    averaged over checkpoints by itself (TRAK); None for all others. The scores are without them.
+    """
+
+    start: int
+    stop: int
+    scores: Scores
+    weights: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class SelfBlock:
+    """Of the training examples start, ..., stop - 1: their influence on their own loss [k], and the norm of their preconditioned
+    gradient [k], both float64, on the CPU."""
+
+    start: int
+    stop: int
+    self_influence: torch.Tensor
+    preconditioned_norm: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where in training the model is that a method is fitted to.
+
+    number: from 0. learning_rate: the optimiser's when the checkpoint was saved; None where the config names none. say: is told what
+    a person should hear while it runs.
+    """
+
+    number: int = 0
+    learning_rate: float | None = None
+    say: Callable[[str], None] = field(default=lambda _: None)
+
+
+class Method(ABC):
+    """A method with its options: kinds are frozen dataclasses, one file each in `methods/`.
+
+    name: as in a config. unit: of a score, for headers. predicts_removal: whether scores are the rise of the query's loss on removal.
+    """
+
+    name: ClassVar[str]
+    unit: ClassVar[str] = REMOVAL
+    predicts_removal: ClassVar[bool] = True
+
+    @abstractmethod
+    def fit(self, training: Examples, checkpoint: Checkpoint) -> Fitted:
+        """All that does not depend on the queries: curvature, its factors or its inverse.
+
+        Raises InfluenceError where this training set, or this checkpoint, has no such scores.
+        """
+
+    def across(self, blocks: Sequence[ScoreBlock]) -> Scores:
+        """One block of scores of those of several checkpoints: their mean, unless a method says otherwise."""
+        scores = {label: torch.stack([block.scores[label] for block in blocks]).mean(0) for label in blocks[0].scores}
+        if blocks[0].weights is None:
+            return scores
+        weights = torch.stack([block.weights for block in blocks if block.weights is not None]).mean(0)
+        return {label: value * weights.unsqueeze(1) for label, value in scores.items()}
+
+
+class Fitted(ABC):
+    """A method fitted to a training set at one checkpoint.
+
+    facts: plain values for the manifest (damping, residuals, iterations, spectrum); `scores` may add to them.
+    """
+
+    facts: dict[str, Any]
+
+    @abstractmethod
+    def scores(self, queries: Examples, per: Per = "total") -> Iterator[ScoreBlock]:
+        """The scores of all training examples for these queries, in blocks, in the order of the training set.
+
+        per: 'parameter' or 'module' for a matrix a layer, which add up to the total. Raises InfluenceError where the method has none.
+        """
+
+    @abstractmethod
+    def self_influence(self) -> Iterator[SelfBlock]:
+        """Each training example's influence on itself, in blocks, in order."""
+
+
+class Preconditioned(Fitted):
+    """score = <A g_q, g_i>: the queries' gradients g_q are multiplied by a matrix A once, and the training gradients g_i stream past."""
+
+    def __init__(self, training: Examples) -> None:
+        self.training = training
+        self.facts = {}
+
+    @abstractmethod
+    def precondition(self, vectors: Vectors) -> Vectors:
+        """A v of k vectors, name -> [k, *shape]."""
+
+    def scores(self, queries: Examples, per: Per = "total") -> Iterator[ScoreBlock]:
+        flat = self.training.flat
+        prepared = as_gradients(self.precondition(flat.split(queries.materialise().to(self.training.device))))
+        for rows, found in self.training.each(lambda gradients: labelled(gradients.inner(prepared, per=per))):
+            yield ScoreBlock(rows.start, rows.stop, found)
+
+    def self_influence(self) -> Iterator[SelfBlock]:
+        def both(gradients: Any) -> dict[str, torch.Tensor]:
+            vectors = gradients.materialise()
+            prepared = self.precondition(vectors)
+            product = torch.stack([(flat_rows(prepared[name]) * flat_rows(vectors[name])).sum(1) for name in vectors]).sum(0)
+            norm = torch.stack([flat_rows(value).square().sum(1) for value in prepared.values()]).sum(0).sqrt()
+            return {"self_influence": product, "norm": norm}
+
+        for rows, found in self.training.each(both):
+            yield SelfBlock(rows.start, rows.stop, found["self_influence"], found["norm"])
+
+
+def labelled(products: torch.Tensor | Scores) -> Scores:
+    """Products of all parameters under the label "", those of each layer under its own."""
+    return {"": products} if isinstance(products, torch.Tensor) else products
+
+
+def flat_rows(value: torch.Tensor) -> torch.Tensor:
+    """[k, numel] float64 of [k, *shape]."""
+    return value.reshape(len(value), -1).double()
