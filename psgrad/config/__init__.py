@@ -1,5 +1,13 @@
 """What a user may write in the YAML file, and how every mistake in it is told: all at once, with file, line and a suggestion."""
 
+from psgrad.config.influence import (
+    MEASUREMENTS,
+    CheckpointConfig,
+    InfluenceConfig,
+    MeasurementConfig,
+    MethodConfig,
+    QueriesConfig,
+)
 from psgrad.config.mechanism import AdaptiveConfig, ClippingConfig, NoiseConfig, ScheduleConfig
 from psgrad.config.privacy import OptimizerConfig, PrivacyConfig
 from psgrad.config.reading import load_config
@@ -20,19 +28,25 @@ from psgrad.config.whole import Config
 __all__ = [
     "DATA_SUFFIXES",
     "LOSS_OPTIONS",
+    "MEASUREMENTS",
     "RELATIONS",
     "AdaptiveConfig",
     "AnalyzeConfig",
     "AugmentationConfig",
+    "CheckpointConfig",
     "ClippingConfig",
     "Config",
     "DataConfig",
     "EngineConfig",
+    "InfluenceConfig",
     "LossConfig",
+    "MeasurementConfig",
+    "MethodConfig",
     "ModelConfig",
     "NoiseConfig",
     "OptimizerConfig",
     "PrivacyConfig",
+    "QueriesConfig",
     "ReportConfig",
     "SamplingConfig",
     "ScheduleConfig",

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from psgrad.config.mechanism import ClippingConfig, NoiseConfig
 from psgrad.config.sampling import RELATIONS, SAMPLERS, AugmentationConfig, RelationName, SamplingConfig, UnitConfig
-from psgrad.config.values import Finite, Section, described
+from psgrad.config.values import Finite, ParameterPatterns, Section, described
 
 
 class OptimizerConfig(Section):
@@ -57,13 +57,6 @@ def _interval(value: object) -> object:
     raise ValueError(f"got {described(value)}, expected a number of steps, or a time such as 30s, 5min or 1h")
 
 
-def _patterns(value: object) -> object:
-    patterns = [value] if isinstance(value, str) else value
-    if not isinstance(patterns, list) or not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
-        raise ValueError(f"got {described(value)}, expected one pattern of parameter names or a list of them, such as [head.*]")
-    return patterns
-
-
 class PrivacyConfig(Section):
     """A differentially private run of `steps` steps.
 
@@ -95,7 +88,7 @@ class PrivacyConfig(Section):
     clipping: ClippingConfig
     noise: NoiseConfig
     optimizer: OptimizerConfig
-    trainable: Annotated[list[str] | None, BeforeValidator(lambda value: None if value is None else _patterns(value))] = None
+    trainable: ParameterPatterns = None
     loss_scaling: Annotated[Literal["none"], BeforeValidator(_loss_scaling)] = "none"
     checkpoint_every: Annotated[int | str, BeforeValidator(_interval)] = "30s"
 

@@ -23,8 +23,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     ConfigError with every problem found, each with its file and line (or its `--set`).
     """
     document = _read_document(path)
-    if isinstance(document.content.get("loss"), str):
-        document.content["loss"] = {"name": document.content["loss"]}  # so that --set loss.weight=... has a place to go
+    _name_in_full(document.content)
     problems = [problem for text in overrides for problem in document.override(text)]
     try:
         config = Config.model_validate(document.content)
@@ -35,6 +34,15 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError("\n".join([f"the config {path} has {count}:", *(f"  {problem}" for problem in problems)]))
     config._base = path.parent
     return config
+
+
+def _name_in_full(content: dict[Any, Any]) -> None:
+    """A bare name becomes a group with a name, so that `--set loss.weight=...` has a place to go."""
+    influence = content.get("influence")
+    for group, keys in ((content, ("loss",)), (influence, ("method", "measurement"))):
+        for key in keys:
+            if isinstance(group, dict) and isinstance(group.get(key), str):
+                group[key] = {"name": group[key]}
 
 
 def _read_document(path: Path) -> _Document:
@@ -153,7 +161,8 @@ def _missing_key(path: KeyPath) -> str:
 def _section_at(path: KeyPath) -> type[Section]:
     section: type[Section] = Config
     for part in path:
-        section = _sections(section)[str(part)]
+        if not isinstance(part, int):  # a place in a list of groups
+            section = _sections(section)[str(part)]
     return section
 
 
@@ -161,7 +170,8 @@ def _sections(section: type[Section]) -> dict[str, type[Section]]:
     """The groups of keys inside one, those that may be absent included."""
     found = {}
     for name, info in section.model_fields.items():
-        for kind in (info.annotation, *get_args(info.annotation)):
+        kinds = [info.annotation, *get_args(info.annotation)]
+        for kind in [*kinds, *(inside for each in kinds for inside in get_args(each))]:  # of lists of groups, too
             if isinstance(kind, type) and issubclass(kind, Section):
                 found[name] = kind
     return found

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 
 def is_callable_spec(text: str) -> bool:
@@ -44,8 +44,18 @@ def described(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def _patterns(value: object) -> object:
+    if value is None:
+        return None
+    patterns = [value] if isinstance(value, str) else value
+    if not isinstance(patterns, list) or not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
+        raise ValueError(f"got {described(value)}, expected one pattern of parameter names or a list of them, such as [head.*]")
+    return patterns
+
+
 CallableSpec = Annotated[str, AfterValidator(_callable_spec)]
 FilePath = Annotated[Path, Field(strict=False)]
+ParameterPatterns = Annotated[list[str] | None, BeforeValidator(_patterns)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 

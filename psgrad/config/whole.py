@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
+from psgrad.config.influence import InfluenceConfig
 from psgrad.config.privacy import PrivacyConfig
 from psgrad.config.sections import LOSS_OPTIONS, AnalyzeConfig, DataConfig, EngineConfig, LossConfig, ModelConfig, ReportConfig
 from psgrad.config.values import FilePath, Section, described
@@ -29,6 +30,7 @@ class Config(Section):
     analyze: AnalyzeConfig = Field(default_factory=AnalyzeConfig)
     report: ReportConfig = Field(default_factory=ReportConfig)
     privacy: PrivacyConfig | None = None
+    influence: InfluenceConfig = Field(default_factory=InfluenceConfig)
     output: FilePath
     # Private, so that no file can set it.
     _base: Path = PrivateAttr(default_factory=Path)

@@ -34,11 +34,14 @@ class LoadedModel:
     sha256: str | None
 
 
-def load_model(config: ModelConfig, base: Path, trainable: Sequence[str] | None = None) -> LoadedModel:
+def load_model(
+    config: ModelConfig, base: Path, trainable: Sequence[str] | None = None, trainable_key: str = "privacy.trainable"
+) -> LoadedModel:
     """Calls the factory, loads the checkpoint and sets the mode; paths are relative to `base`.
 
-    `trainable` are patterns of the parameters that are to require a gradient, and no others; None leaves them as the factory made
-    them. The model stays on the CPU, in the dtype that its factory gave it. Raises ConfigError, ModelError or CheckpointError.
+    `trainable` are patterns of the parameters that are to require a gradient, and no others, `trainable_key` is the config's name for
+    them; None leaves the parameters as the factory made them. The model stays on the CPU, in the dtype that its factory gave it.
+    Raises ConfigError, ModelError or CheckpointError.
     """
     model = _built(config, base)
     notes, sha256 = [], None
@@ -50,7 +53,7 @@ def load_model(config: ModelConfig, base: Path, trainable: Sequence[str] | None 
         notes += [note] if note else []
         sha256 = _checkpoint_hash(path)
     if trainable is not None:
-        choose_trainable(model, trainable)
+        choose_trainable(model, trainable, trainable_key)
     _require_usable_parameters(model, config.factory)
     model.train(config.mode == "train")
     _require_independent_samples(model)

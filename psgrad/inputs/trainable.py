@@ -13,31 +13,31 @@ from psgrad.errors import ConfigError, ModelError
 _SHOWN = 8
 
 
-def choose_trainable(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+def choose_trainable(model: nn.Module, patterns: Sequence[str], key: str) -> list[str]:
     """Has the parameters that match one of the patterns require a gradient, and no others; the names of the chosen ones.
 
     Patterns are shell globs over whole names, such as `head.*` or `*lora*`; case counts. A parameter with several names (tied weights)
     is chosen by any of them, and frozen only if none matches. What the factory had frozen is trained where a pattern names it.
 
-    Raises ConfigError for a pattern that no parameter matches, and where there is none; ModelError where a chosen one can't have a
-    gradient.
+    `key` is the config's name for the patterns. Raises ConfigError for a pattern that no parameter matches, and where there is none;
+    ModelError where a chosen one can't have a gradient.
     """
     named = list(model.named_parameters(remove_duplicate=False))
     names = [name for name, _ in named]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise _no_match(pattern, names)
+            raise _no_match(pattern, names, key)
     chosen = {name: parameter for name, parameter in named if any(fnmatchcase(name, pattern) for pattern in patterns)}
     if not chosen:
         raise ConfigError(
-            "privacy.trainable chooses no parameter",
+            f"{key} chooses no parameter",
             expected="at least one pattern, such as head.*",
             next_step="leave it out to train all that the model's factory left trainable",
         )
     for name, parameter in chosen.items():
         if not parameter.is_floating_point():
             raise ModelError(
-                f"privacy.trainable chooses {name}, which is of type {parameter.dtype} and can't have a gradient",
+                f"{key} chooses {name}, which is of type {parameter.dtype} and can't have a gradient",
                 next_step="choose parameters of floating-point numbers, such as adapters beside quantised weights",
             )
     identities = {id(parameter) for parameter in chosen.values()}
@@ -46,13 +46,13 @@ def choose_trainable(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     return list(chosen)
 
 
-def _no_match(pattern: str, names: list[str]) -> ConfigError:
+def _no_match(pattern: str, names: list[str], key: str) -> ConfigError:
     """Near to a pattern are names, and whole modules written as it is written."""
     modules = dict.fromkeys(".".join(name.split(".")[:depth]) + ".*" for name in names for depth in range(1, name.count(".") + 1))
     close = nearest(pattern, [*names, *modules])
     shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
     return ConfigError(
-        f"privacy.trainable: no parameter matches {pattern!r}" + (f"; did you mean {close}?" if close else ""),
+        f"{key}: no parameter matches {pattern!r}" + (f"; did you mean {close}?" if close else ""),
         expected=f"patterns of the model's parameters: {shown}",
         next_step="a pattern is matched with the whole name: head.* is all inside head",
     )

@@ -52,18 +52,24 @@ class Setup:
 
     def stream(self, say: Callable[[str], None], loss: Loss | None = None, read: Read | None = None) -> Stream:
         """Gradients chunk by chunk, as the config's engine section wants them: of the dataset's rows, or of what `read` and `loss` know."""
-        engine = self.config.engine
         return Stream(
             self.objective.loss if loss is None else loss,
             self.objective.params,
             self.reader if read is None else read,
-            chunk_size=engine.chunk_size,
-            memory=None if engine.memory == "auto" else engine.memory,
-            randomness=self.randomness,
-            capture=engine.capture,
-            compile=engine.compile,
-            say=say,
+            **self.stream_options(say),
         )
+
+    def stream_options(self, say: Callable[[str], None]) -> dict[str, Any]:
+        """How the config's engine section wants chunks to be taken, as arguments of Stream."""
+        engine = self.config.engine
+        return {
+            "chunk_size": engine.chunk_size,
+            "memory": None if engine.memory == "auto" else engine.memory,
+            "randomness": self.randomness,
+            "capture": engine.capture,
+            "compile": engine.compile,
+            "say": say,
+        }
 
     def self_check(self, stream: Stream) -> SelfCheck | None:
         """How far our gradients are from plain ones, on a few rows; None where the model draws at random, and can't be asked twice."""
@@ -72,16 +78,19 @@ class Setup:
         return self_check(self.objective, stream, len(self.samples), self.config.engine.verify)
 
 
-def set_up(config: Config, *, trainable: Sequence[str] | None = None, unit: str | None = None) -> Setup:
+def set_up(
+    config: Config, *, trainable: Sequence[str] | None = None, trainable_key: str = "privacy.trainable", unit: str | None = None
+) -> Setup:
     """Load all that a config names. Of the parameters only those that fit a pattern in `trainable` are trained; None for those that the
-    factory left trainable. `unit` is the column of the data that says whom each row belongs to.
+    factory left trainable; `trainable_key` is the config's name for them. `unit` is the column of the data that says whom each row
+    belongs to.
 
     Raises PsgradError for everything that can be wrong with the config, the model or the data.
     """
     device = pick_device(config.engine.device)
     use_machine(config, device)
     dtype, autocast = pick_precision(config.engine.dtype)
-    loaded = load_model(config.model, config.base, trainable)
+    loaded = load_model(config.model, config.base, trainable, trainable_key)
     criterion = resolve_loss(config.loss, config.base)
     samples = load_data(config.data, config.base, unit)
     model = loaded.model.to(device, dtype)

@@ -25,21 +25,26 @@ def trained(model: nn.Module) -> list[str]:
 
 def test_what_matches_is_trained_and_nothing_else() -> None:
     model = Tied()
-    assert choose_trainable(model, ["body.0.*", "*.bias"]) == ["body.0.weight", "body.0.bias", "body.1.bias", "head.bias"]
+    assert choose_trainable(model, ["body.0.*", "*.bias"], "privacy.trainable") == [
+        "body.0.weight",
+        "body.0.bias",
+        "body.1.bias",
+        "head.bias",
+    ]
     assert trained(model) == ["body.0.weight", "body.0.bias", "body.1.bias", "head.bias"]
 
 
 def test_a_tied_parameter_is_frozen_only_if_all_its_names_are() -> None:
     model = Tied()
-    assert choose_trainable(model, ["head.*"]) == ["head.weight", "head.bias"]
+    assert choose_trainable(model, ["head.*"], "privacy.trainable") == ["head.weight", "head.bias"]
     assert trained(model) == ["embedding.weight", "head.bias"]
-    choose_trainable(model, ["body.*"])
+    choose_trainable(model, ["body.*"], "privacy.trainable")
     assert not model.embedding.weight.requires_grad
 
 
 def test_a_pattern_thaws_what_the_factory_froze() -> None:
     model = Tied().requires_grad_(False)
-    choose_trainable(model, ["head.bias"])
+    choose_trainable(model, ["head.bias"], "privacy.trainable")
     assert trained(model) == ["head.bias"]
 
 
@@ -64,7 +69,7 @@ def test_patterns_that_choose_nothing(patterns: list[str], expected: str) -> Non
     model = Tied()
     before = trained(model)
     with pytest.raises(ConfigError, match=expected):
-        choose_trainable(model, patterns)
+        choose_trainable(model, patterns, "privacy.trainable")
     assert trained(model) == before
 
 
@@ -73,5 +78,5 @@ def test_whole_numbers_are_not_trained() -> None:
     model.codes = nn.Parameter(torch.zeros(3, dtype=torch.int8), requires_grad=False)
     model.adapter = nn.Parameter(torch.zeros(3))
     with pytest.raises(ModelError, match=r"chooses codes, which is of type torch\.int8 and can't have a gradient"):
-        choose_trainable(model, ["*"])
-    assert choose_trainable(model, ["adapter"]) == ["adapter"]
+        choose_trainable(model, ["*"], "privacy.trainable")
+    assert choose_trainable(model, ["adapter"], "privacy.trainable") == ["adapter"]

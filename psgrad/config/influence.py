@@ -1,0 +1,152 @@
+"""The section of `psgrad influence`: which queries, which method, at which checkpoints, and what is kept of the scores.
+
+The options of a method are its own, and checked where the method is known: see psgrad/engine/influence/methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
+
+from psgrad.config.sections import DataConfig
+from psgrad.config.values import FilePath, Finite, ParameterPatterns, Section, is_callable_spec, nearest
+
+MEASUREMENTS = ("loss", "margin", "logit")
+"""What of a query is explained, by name."""
+
+
+class QueriesConfig(DataConfig):
+    """The queries: a dataset of their own, described as `data` is; left out, they are rows of the training data.
+
+    `rows` are the rows to ask about, counted from 0; left out, all of them.
+    """
+
+    rows: list[Annotated[int, Field(ge=0)]] | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> QueriesConfig:
+        if self.path is not None and self.factory is not None:
+            raise ValueError("give path (a file) or factory (a callable that returns a torch Dataset), not both")
+        if self.path is not None and self.inputs is None:
+            raise ValueError("inputs is missing: the name of the column that the model reads, or a list of names")
+        if self.path is not None and self.kwargs:
+            raise ValueError("kwargs are the arguments of a factory; a path takes none")
+        if self.path is None and self.factory is None and self.rows is None:
+            raise ValueError("neither path, factory nor rows says what the queries are; leave queries out to ask about all training rows")
+        return self
+
+    @model_validator(mode="after")
+    def _each_row_once(self) -> QueriesConfig:
+        if self.rows is not None and not self.rows:
+            raise ValueError("rows is an empty list; name at least one row")
+        if self.rows is not None and len(set(self.rows)) < len(self.rows):
+            raise ValueError("a row is listed twice in rows")
+        return self
+
+    @property
+    def dataset(self) -> DataConfig | None:
+        """The queries' own dataset; None where they are rows of the training data."""
+        if self.path is None and self.factory is None:
+            return None
+        return DataConfig.model_validate(self.model_dump(exclude={"rows"}))
+
+
+class CheckpointConfig(Section):
+    """One moment of training: the weights, and the learning rate that the optimiser had then."""
+
+    path: FilePath
+    learning_rate: Annotated[Finite, Field(gt=0)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_path(cls, value: object) -> object:
+        return {"path": value} if isinstance(value, str) else value
+
+
+class MethodConfig(Section):
+    """A method by name, a file of `psgrad/engine/influence/methods` or `module:Class`, with its options. A bare string is the name."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+
+    name: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_name(cls, value: object) -> object:
+        return {"name": value} if isinstance(value, str) else value
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+def _measurement_name(value: str) -> str:
+    if value in MEASUREMENTS or is_callable_spec(value):
+        return value
+    close = nearest(value, MEASUREMENTS)
+    suggestion = f"did you mean {close}? " if close else ""
+    raise ValueError(f"there is no measurement {value!r}; {suggestion}known: {', '.join(MEASUREMENTS)}; or module:callable")
+
+
+class MeasurementConfig(Section):
+    """What of a query is explained: its loss, the margin or the logit of its class, or a callable of (output, target) that returns one
+    number. `larger_is` says whether a large one is good for the query; it is known for the named ones."""
+
+    name: Annotated[str, AfterValidator(_measurement_name)] = "loss"
+    larger_is: Literal["better", "worse"] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_name(cls, value: object) -> object:
+        return {"name": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _only_for_callables(self) -> MeasurementConfig:
+        if self.name in MEASUREMENTS and self.larger_is is not None:
+            raise ValueError(f"larger_is goes with a callable of your own; of {self.name} it is known")
+        if self.name not in MEASUREMENTS and self.larger_is is None:
+            raise ValueError("larger_is is missing: better, or worse as a loss has it; without it scores would have no sign")
+        return self
+
+
+class InfluenceConfig(Section):
+    """`psgrad influence`: which training examples made the model do this."""
+
+    not_taken: ClassVar[Mapping[str, str]] = {
+        "damping": "damping is an option of the method: influence.method.damping",
+        "learning_rate": "learning rates go with checkpoints: influence.checkpoints",
+    }
+
+    queries: QueriesConfig | None = None
+    method: MethodConfig = Field(default_factory=lambda: MethodConfig(name="influence"))
+    measurement: MeasurementConfig = Field(default_factory=MeasurementConfig)
+    parameters: ParameterPatterns = None
+    checkpoints: list[CheckpointConfig] | None = None
+    top: Annotated[int, Field(ge=1)] = 10
+    layers: Literal["none", "parameter", "module"] = "none"
+    # RelatIF: scores divided by the square root of the example's self-influence, or by the norm of its preconditioned gradient.
+    normalize: Literal["none", "self_influence", "preconditioned_norm"] = "none"
+    # Each training example's influence on itself; auto leaves it out where it would cost a solve an example.
+    self_influence: Literal["auto", "always", "never"] = "auto"
+
+    @model_validator(mode="after")
+    def _each_checkpoint_once(self) -> InfluenceConfig:
+        paths = [checkpoint.path for checkpoint in self.checkpoints or []]
+        twice = next((path for path in paths if paths.count(path) > 1), None)
+        if twice is not None:
+            raise ValueError(f"the checkpoint {twice} is listed twice; it would count double")
+        if self.checkpoints is not None and not paths:
+            raise ValueError("checkpoints is an empty list; leave it out to use model.checkpoint")
+        return self
+
+    @model_validator(mode="after")
+    def _tracin_needs_learning_rates(self) -> InfluenceConfig:
+        if self.method.name == "tracin":
+            missing = [str(checkpoint.path) for checkpoint in self.checkpoints or [] if checkpoint.learning_rate is None]
+            if not self.checkpoints:
+                raise ValueError("tracin sums over checkpoints of one training run: list them, each with path and learning_rate")
+            if missing:
+                raise ValueError(f"tracin weighs each checkpoint by its learning rate, and there is none for {', '.join(missing)}")
+        return self
