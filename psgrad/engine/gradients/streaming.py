@@ -161,18 +161,18 @@ class Stream:
 
     # -- a run -----------------------------------------------------------------------------------------------------------------------
 
-    def run(self, count: int, measures: Sequence[Measure], way: Callable[..., Any] | None = None) -> Generator[Columns]:
-        """The measures' columns for the rows 0, ..., count - 1, in order.
+    def run(self, count: int, measures: Sequence[Measure], way: Callable[..., Any] | None = None, start: int = 0) -> Generator[Columns]:
+        """The measures' columns for the rows start, ..., count - 1, in order.
 
         way: what is computed of each chunk and handed to the measures, a function with the arguments of `per_sample_gradients`; None
         for the gradients, or for the norms alone where no measure asks for more.
         """
-        self._passed += count
+        self._passed += count - start
         if self._measured and self._passed >= _PREDICTED_FROM:  # one run after another: more rows than the first one knew of
             self.automatic, self._measured = True, False
         foreseen, most = (self._way(measures), count) if way is None else (per_sample_gradients, _LARGEST_AUTO_CHUNK)
         waiting: list[Chunk | range] = []  # rows to go on with, read or not, the next ones last
-        reached = 0
+        reached = start
         with Loader(self.read, self.device, self.dtype, self.say) as loader:
             while waiting or reached < count:
                 rows = waiting.pop() if waiting else range(reached, min(reached + self.chunk_size, count))

@@ -68,9 +68,10 @@ class Examples:
 
     # -- passes ------------------------------------------------------------------------------------------------------------------
 
-    def each(self, query: Query) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
-        """For each chunk, in order: its rows, and what `query` says of its gradients, name -> [k, ...], on the CPU."""
-        return self._run(_Asking(query))
+    def each(self, query: Query, start: int = 0) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
+        """For each chunk of the rows from `start` on, in order: its rows, and what `query` says of its gradients, name -> [k, ...], on
+        the CPU."""
+        return self._run(_Asking(query), start=start)
 
     def norms(self) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
         """For each chunk its rows, `loss` [k] and `square_norm` [k], both float64: a pass that is cheaper than `each`."""
@@ -100,8 +101,10 @@ class Examples:
         """[n, p]: every gradient written out, on the CPU."""
         return torch.cat([found["rows"] for _, found in self.each(lambda gradients: {"rows": self.flat.join(gradients.materialise())})])
 
-    def _run(self, measure: Measure, way: Callable[..., Any] | None = None) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
-        for columns in self.stream.run(self.count, [measure], way):
+    def _run(
+        self, measure: Measure, way: Callable[..., Any] | None = None, start: int = 0
+    ) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
+        for columns in self.stream.run(self.count, [measure], way, start):
             yield slice(columns.start, columns.stop), columns.values
 
 
