@@ -1,0 +1,1 @@
+"""Ways to multiply by the inverse of a curvature."""
