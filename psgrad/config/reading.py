@@ -97,7 +97,7 @@ class _Document:
         """One of pydantic's errors in our words."""
         path = details["loc"]
         where = ".".join(str(part) for part in path)
-        return f"{self._place(path)}: {where + ': ' if where else ''}{_explain(details)}"
+        return f"{self._place(path)}: {where + ': ' if where else ''}{explain(details)}"
 
     def _place(self, path: KeyPath) -> str:
         while path and path not in self.places:
@@ -105,7 +105,8 @@ class _Document:
         return self.places.get(path, self.name)
 
 
-def _explain(details: ErrorDetails) -> str:
+def explain(details: ErrorDetails) -> str:
+    """What is wrong with a value, by one of pydantic's errors, in our words."""
     kind, context = details["type"], details.get("ctx", {})
     if kind == "extra_forbidden":
         return _unknown_key(details["loc"])

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
-from psgrad.config.influence import InfluenceConfig
+from psgrad.config.influence import MEASUREMENTS, InfluenceConfig
 from psgrad.config.privacy import PrivacyConfig
 from psgrad.config.sections import LOSS_OPTIONS, AnalyzeConfig, DataConfig, EngineConfig, LossConfig, ModelConfig, ReportConfig
 from psgrad.config.values import FilePath, Section, described
@@ -44,4 +44,15 @@ class Config(Section):
     def _named_loss_needs_a_target(self) -> Config:
         if self.data.path is not None and self.data.target is None and self.loss.name in LOSS_OPTIONS:
             raise ValueError(f"data.target is missing: the loss {self.loss.name!r} compares the output with a target column")
+        return self
+
+    @model_validator(mode="after")
+    def _queries_need_a_target(self) -> Config:
+        queries, named = self.influence.queries, self.influence.measurement.name in MEASUREMENTS
+        measured = named and (self.influence.measurement.name != "loss" or self.loss.name in LOSS_OPTIONS)
+        if queries is not None and queries.path is not None and queries.target is None and measured:
+            raise ValueError(
+                f"influence.queries.target is missing: the measurement {self.influence.measurement.name!r} compares a query's output with "
+                "its target; name the column, or measure by a callable of your own that does without"
+            )
         return self

@@ -24,7 +24,12 @@ LEDGER = f"{PUBLIC}/ledger.jsonl"
 CHECKPOINT = "checkpoint.safetensors"
 
 # What psgrad writes at the top of a run folder, and so all that replacing a run may remove. A stranger's file stays where it is.
-OWN_ENTRIES = (SHARDS, "plots", "samples.parquet", "samples.csv", "parameters.parquet", "report.html", PUBLIC, PRIVATE, CHECKPOINT)
+OWN_ENTRIES = (
+    *(SHARDS, "plots", "report.html"),
+    *("samples.parquet", "samples.csv", "parameters.parquet"),
+    *("scores.parquet", "scores.csv", "self_influence.parquet", "queries.parquet", "matrix.safetensors"),
+    *(PUBLIC, PRIVATE, CHECKPOINT),
+)
 
 _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 
@@ -120,7 +125,7 @@ class RunFolder:
     def finish_samples(self, frame: pd.DataFrame) -> None:
         """Write all rows as samples.parquet and samples.csv, then drop the shards."""
         self.write_table("samples.parquet", frame)
-        self.write_bytes("samples.csv", _harmless(frame).to_csv(index=False).encode("utf-8", "backslashreplace"))
+        self.write_csv("samples.csv", frame)
         _remove(self.path / SHARDS)
 
     def write_table(self, name: str, frame: pd.DataFrame) -> None:
@@ -128,6 +133,10 @@ class RunFolder:
         buffer = io.BytesIO()
         frame.to_parquet(buffer, index=False)
         self.write_bytes(name, buffer.getbuffer())
+
+    def write_csv(self, name: str, frame: pd.DataFrame) -> None:
+        """Write a frame as CSV that a spreadsheet may open: nothing in it is run as a formula."""
+        self.write_bytes(name, _harmless(frame).to_csv(index=False).encode("utf-8", "backslashreplace"))
 
     def write_manifest(self, content: Mapping[str, Any]) -> None:
         """Write manifest.json with the mark by which a run folder is known."""

@@ -3,7 +3,8 @@
 from psgrad.workflows.analysis import analyze
 from psgrad.workflows.auditing import dp_audit
 from psgrad.workflows.foretelling import plan
+from psgrad.workflows.influence import influence
 from psgrad.workflows.private_planning import dp_plan
 from psgrad.workflows.private_training import dp_step
 
-__all__ = ["analyze", "dp_audit", "dp_plan", "dp_step", "plan"]
+__all__ = ["analyze", "dp_audit", "dp_plan", "dp_step", "influence", "plan"]

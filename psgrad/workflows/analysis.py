@@ -133,12 +133,15 @@ def parameter_table(norms: GradientNorms, params: dict[str, torch.Tensor]) -> pd
 
 def top_inputs(samples: Samples, frame: pd.DataFrame, count: int) -> list[TopSample]:
     """The inputs of the samples with the largest norms, as far as a person can look at them."""
-    found = []
-    for row, sample_id in top_samples(frame, count)[["index", "id"]].itertuples(index=False):
-        text = samples.describe(int(row))
-        image = as_image(samples.read(int(row), int(row) + 1).inputs) if text is None else None
-        found.append(TopSample(sample_id, image, text))
+    found = [input_of(samples, int(row)) for row in top_samples(frame, count)["index"]]
     return found if any(sample.image is not None or sample.text is not None for sample in found) else []
+
+
+def input_of(samples: Samples, row: int) -> TopSample:
+    """A row's input, as far as a person can look at it."""
+    text = samples.describe(row)
+    image = as_image(samples.read(row, row + 1).inputs) if text is None else None
+    return TopSample(samples.ids[row], image, text)
 
 
 def as_image(inputs: tuple[torch.Tensor, ...]) -> np.ndarray[Any, Any] | None:

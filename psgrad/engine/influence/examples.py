@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 from psgrad.engine.gradients import PerSampleGradients, SquareNorms
 from psgrad.engine.gradients.loading import Read
 from psgrad.engine.gradients.streaming import Measure, Stream
+from psgrad.engine.gradients.terms import accumulating
 from psgrad.engine.influence.flat import Flat, Vectors
 from psgrad.engine.objective import Objective
 from psgrad.engine.transforms import vmap
@@ -74,17 +75,21 @@ class Examples:
         return self._run(_Asking(query), start=start)
 
     def norms(self) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
-        """For each chunk its rows, `loss` [k] and `square_norm` [k], both float64: a pass that is cheaper than `each`."""
+        """For each chunk its rows, `loss` [k], `square_norm` [k], both float64, and what the objective's summary says (a prediction).
 
-        def both(gradients: PerSampleGradients | SquareNorms) -> dict[str, torch.Tensor]:
-            return {"loss": gradients.losses.double(), "square_norm": gradients.square_norms()}
+        A pass that is cheaper than `each`.
+        """
 
-        return self._run(_Asking(both, needs_factors=False))
+        def said(gradients: PerSampleGradients | SquareNorms) -> dict[str, torch.Tensor]:
+            norms = {"loss": gradients.losses.double(), "square_norm": gradients.square_norms()}
+            return norms | {name: accumulating(column) for name, column in gradients.aux.items()}
+
+        return self._run(_Asking(said, needs_factors=False))
 
     def fold(self, query: Callable[[PerSampleGradients], Tree]) -> Tree:
         """The sum over the chunks of what `query` says of each: a pytree of tensors, which stay on the device."""
         summing: _Summing[Tree] = _Summing(query)
-        for _ in self.stream.run(self.count, [summing]):
+        for _ in self._run(summing):
             pass
         assert summing.total is not None, "no rows"
         return summing.total

@@ -15,8 +15,9 @@ from psgrad.engine.influence.flat import Vectors, as_gradients
 Per = Literal["total", "parameter", "module"]
 Scores = dict[str, torch.Tensor]  # label of a layer ("" for all of them) -> [k, m] float64
 
-# Of scores with this unit a sum over examples predicts what their removal does.
-REMOVAL = "predicted rise of the query's loss, in nats, if the training example were removed"
+# Of scores with this unit a sum over examples predicts what their removal does. {change} is what the measurement calls a change for the
+# worse: "rise of the query's loss, in nats", or "fall of the query's margin, in nats".
+REMOVAL = "predicted {change}, if the training example were removed"
 
 
 @dataclass(frozen=True)
@@ -60,12 +61,14 @@ class Checkpoint:
 class Method(ABC):
     """A method with its options: kinds are frozen dataclasses, one file each in `methods/`.
 
-    name: as in a config. unit: of a score, for headers. predicts_removal: whether scores are the rise of the query's loss on removal.
+    name: as in a config. unit: of a score, for headers; see REMOVAL for what stands in it. predicts_removal: whether scores are the change
+    on removal. adds_up: whether the scores of layers add up to the total.
     """
 
     name: ClassVar[str]
     unit: ClassVar[str] = REMOVAL
     predicts_removal: ClassVar[bool] = True
+    adds_up: ClassVar[bool] = True
 
     @abstractmethod
     def fit(self, training: Examples, checkpoint: Checkpoint) -> Fitted:
@@ -82,14 +85,21 @@ class Method(ABC):
         weights = torch.stack([block.weights for block in blocks if block.weights is not None]).mean(0)
         return {label: value * weights.unsqueeze(1) for label, value in scores.items()}
 
+    def across_self(self, found: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Self-influence [n] of that of several checkpoints."""
+        blocks = [ScoreBlock(0, len(own), {"": own.unsqueeze(1)}) for own in found]
+        return self.across(blocks)[""].squeeze(1)
+
 
 class Fitted(ABC):
     """A method fitted to a training set at one checkpoint.
 
-    facts: plain values for the manifest (damping, residuals, iterations, spectrum); `scores` may add to them.
+    facts: plain values for the manifest (damping, residuals, iterations, spectrum); `scores` may add to them. has_self_influence: whether
+    it can be had for about what scores cost; False where it takes a solve an example.
     """
 
     facts: dict[str, Any]
+    has_self_influence: bool = True
 
     @abstractmethod
     def scores(self, queries: Examples, per: Per = "total") -> Iterator[ScoreBlock]:

@@ -24,6 +24,7 @@ class GradientCosine(Method):
     name = "gradient_cosine"
     unit = "cosine of the angle between the two gradients, from -1 to 1"
     predicts_removal = False
+    adds_up = False
 
     def fit(self, training: Examples, checkpoint: Checkpoint) -> Fitted:
         return Cosines(training)
@@ -31,6 +32,8 @@ class GradientCosine(Method):
 
 class Cosines(Fitted):
     """Cosines of the angles between gradients."""
+
+    has_self_influence = False
 
     def __init__(self, training: Examples) -> None:
         self.training = training

@@ -18,7 +18,7 @@ class GradientDot(Method):
     """
 
     name = "gradient_dot"
-    unit = "fall of the query's loss, in nats per unit of learning rate, by one gradient step on the training example alone"
+    unit = "{change}, if one gradient step on the training example were undone, per unit of learning rate"
     predicts_removal = False
 
     def fit(self, training: Examples, checkpoint: Checkpoint) -> Fitted:

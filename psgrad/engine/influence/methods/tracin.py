@@ -22,7 +22,7 @@ class TracIn(Method):
     """
 
     name = "tracin"
-    unit = "fall of the query's loss, in nats to first order, by one gradient step on the training example at each checkpoint"
+    unit = "{change}, if one gradient step on the training example were undone at each checkpoint, to first order"
     predicts_removal = False
 
     def fit(self, training: Examples, checkpoint: Checkpoint) -> Fitted:

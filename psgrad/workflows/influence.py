@@ -1,0 +1,255 @@
+"""`psgrad influence`: which training examples made the model do this."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from psgrad.config import Config
+from psgrad.engine.influence.method import Fitted
+from psgrad.engine.influence.scoring import divisor
+from psgrad.engine.influence.screening import Screened, screened
+from psgrad.errors import InfluenceError
+from psgrad.reports.influence import write_influence_report
+from psgrad.results import InfluenceResult, Progress
+from psgrad.results.influence import QUERY_COLUMNS, SIGN, TRAINING_COLUMNS, shown_rows
+from psgrad.storage import RunFolder
+from psgrad.workflows.analysis import input_of
+from psgrad.workflows.influence_ranking import Rankings, rank
+from psgrad.workflows.influence_setup import InfluenceSetup, Moment, chosen_rows, set_up_influence
+from psgrad.workflows.record import Clock, describe_run, recorded
+
+Say = Callable[[Progress], None]
+
+# What the report shows in pictures: so many queries, and of each so many examples of either sign.
+_SHOWN_QUERIES = 6
+_SHOWN_EXAMPLES = 8
+
+
+def influence(config: Config, *, overwrite: bool = False, matrix: bool = False, progress: Say = lambda _: None) -> InfluenceResult:
+    """Rank the training examples for each query: the whole of `psgrad influence`.
+
+    `matrix` has all scores written, too, as matrix.safetensors. Raises PsgradError for everything that can be wrong with the config,
+    the model, the data or the disk.
+    """
+    RunFolder.require_free(config.output, overwrite)
+    clock, warnings = Clock(), _Warnings(progress)
+    with clock("load"):
+        setup = set_up_influence(config, warnings)
+    run = setup.run
+    with clock("self-check"):
+        check = run.self_check(setup.moments[0].training.stream)
+    folder = RunFolder.create(config.output, overwrite)
+    facts = describe_run("influence", run, check) | described(setup)
+    with recorded(folder, facts, clock):
+        with clock("screening"):
+            setup, looks = without_nonfinite(setup, warnings)
+        with clock("fit"):
+            fitted = [setup.method.fit(moment.training, moment.checkpoint) for moment in setup.moments]
+        with clock("self-influence"):
+            own = self_influence(setup, fitted, warnings)
+            divisors = divisors_of(setup, fitted)
+        with clock("scores"):
+            rankings = rank(setup, fitted, divisors, _SHOWN_QUERIES, matrix, progress)
+        facts["influence"]["fit"] = [each.facts for each in fitted]
+        facts["influence"]["warnings"] = warnings.said
+        facts["counts"] = looks.counts()
+        facts["timings"] = clock.seconds
+        with clock("tables"):
+            result = _result(setup, looks, rankings, own, fitted, facts, folder, warnings.said)
+            write_tables(result, rankings, folder)
+        with clock("report"):
+            write_influence_report(result, folder.write_bytes)
+    return result
+
+
+class _Warnings:
+    """What the run says to people: told at once, and kept for the report."""
+
+    def __init__(self, progress: Say) -> None:
+        self.said: list[str] = []
+        self._progress = progress
+
+    def __call__(self, message: str) -> None:
+        if message not in self.said:
+            self.said.append(message)
+            self._progress(Progress(0, 0, "influence", message))
+
+
+def described(setup: InfluenceSetup) -> dict[str, Any]:
+    """What manifest.json says of the scores, before there are any."""
+    wanted = setup.run.config.influence
+    return {
+        "influence": {
+            "method": setup.method.name,
+            "sign": SIGN,
+            "unit": setup.unit,
+            "predicts_removal": setup.method.predicts_removal and wanted.normalize == "none",
+            "measurement": setup.measurement.name,
+            "normalize": wanted.normalize,
+            "parameters": list(setup.moments[0].training.params),
+            "checkpoints": [
+                {"path": moment.path, "sha256": moment.sha256, "learning_rate": moment.checkpoint.learning_rate} for moment in setup.moments
+            ],
+            "queries": {"rows": len(setup.query_rows), "fingerprint": setup.query_reader.samples.fingerprint},
+        }
+    }
+
+
+class Looks:
+    """What one pass over training examples and queries saw: whose numbers are finite at every checkpoint, and the last one's columns."""
+
+    def __init__(self, training: list[Screened], queries: list[Screened]) -> None:
+        self.training, self.queries = training[-1], queries[-1]
+        self.kept = torch.stack([each.finite for each in training]).all(0).numpy()
+        self.asked = torch.stack([each.finite for each in queries]).all(0).numpy()
+
+    def counts(self) -> dict[str, int]:
+        return {
+            "training_examples": len(self.kept),
+            "training_nonfinite": int((~self.kept).sum()),
+            "queries": len(self.asked),
+            "queries_nonfinite": int((~self.asked).sum()),
+        }
+
+
+def without_nonfinite(setup: InfluenceSetup, say: Callable[[str], None]) -> tuple[InfluenceSetup, Looks]:
+    """The setup without the rows whose loss or gradient is not finite at some checkpoint, which are named.
+
+    Raises InfluenceError where nothing is left.
+    """
+    looks = Looks([screened(moment.training) for moment in setup.moments], [screened(moment.queries) for moment in setup.moments])
+    samples = setup.run.samples
+    for what, kept, ids in (
+        ("training examples", looks.kept, samples.ids),
+        ("queries", looks.asked, setup.query_reader.samples.ids[setup.query_rows]),
+    ):
+        out = np.flatnonzero(~kept)
+        if len(out) == len(kept):
+            raise InfluenceError(
+                f"the loss or the gradient of every one of the {len(kept):,} {what} is not finite",
+                cause="a checkpoint of a run that diverged, or data with NaN",
+                next_step="run psgrad analyze to see which rows and parameters",
+            )
+        if len(out):
+            named = ", ".join(str(ids[row]) for row in out[:5]) + (f" and {len(out) - 5} more" if len(out) > 5 else "")
+            say(f"excluded {len(out):,} of {len(kept):,} {what}, whose loss or gradient is not finite: {named}")
+    if looks.kept.all() and looks.asked.all():
+        return setup, looks
+    rows, asked = np.flatnonzero(looks.kept), setup.query_rows[looks.asked]
+    moments = [
+        replace(
+            moment,
+            training=replace(moment.training, read=chosen_rows(setup.run.reader, rows), count=len(rows)),
+            queries=replace(moment.queries, read=chosen_rows(setup.query_reader, asked), count=len(asked)),
+        )
+        for moment in setup.moments
+    ]
+    return replace(setup, moments=moments, query_rows=asked, training_rows=rows), looks
+
+
+def self_influence(setup: InfluenceSetup, fitted: Sequence[Fitted], say: Callable[[str], None]) -> np.ndarray | None:
+    """[n]: each training example's influence on itself, over checkpoints as scores are; None where the config leaves it out."""
+    wanted = setup.run.config.influence.self_influence
+    if wanted == "never" or (wanted == "auto" and not all(each.has_self_influence for each in fitted)):
+        return None
+    found = [torch.cat([block.self_influence for block in each.self_influence()]) for each in fitted]
+    return setup.method.across_self(found).numpy()
+
+
+def divisors_of(setup: InfluenceSetup, fitted: Sequence[Fitted]) -> list[torch.Tensor] | None:
+    """What the config's `normalize` has scores divided by, for each checkpoint."""
+    normalize = setup.run.config.influence.normalize
+    return None if normalize == "none" else [divisor(each.self_influence(), normalize) for each in fitted]
+
+
+def _result(
+    setup: InfluenceSetup,
+    looks: Looks,
+    rankings: Rankings,
+    own: np.ndarray | None,
+    fitted: Sequence[Fitted],
+    facts: dict[str, Any],
+    folder: RunFolder,
+    warnings: list[str],
+) -> InfluenceResult:
+    config, samples = setup.run.config, setup.run.samples
+    queries = query_table(setup, looks)
+    training = training_table(setup, looks, own, rankings.overall)
+    first, examples = shown_rows(rankings.scores, queries, _SHOWN_QUERIES, _SHOWN_EXAMPLES)
+    seen = config.report.include_inputs
+    return InfluenceResult(
+        scores=rankings.scores,
+        queries=queries,
+        training=training,
+        manifest=facts,
+        folder=folder.path,
+        method=setup.method.name,
+        unit=facts["influence"]["unit"],
+        predicts_removal=facts["influence"]["predicts_removal"],
+        measurement=setup.measurement.name,
+        shown=rankings.shown,
+        query_inputs={row: input_of(setup.query_reader.samples, row) for row in first} if seen else {},
+        training_inputs={row: input_of(samples, row) for row in examples} if seen else {},
+        facts=[each.facts for each in fitted],
+        warnings=warnings,
+        class_names=config.data.class_names,
+    )
+
+
+def query_table(setup: InfluenceSetup, looks: Looks) -> pd.DataFrame:
+    """One row a query; see QUERY_COLUMNS. Excluded ones, too."""
+    wanted, reader = setup.run.config.influence.queries, setup.query_reader
+    rows = np.arange(len(reader.samples)) if wanted is None or wanted.rows is None else np.array(wanted.rows)
+    columns = {
+        "id": reader.samples.ids[rows],
+        "index": rows,
+        **({} if reader.targets is None else {"target": reader.targets[rows]}),
+        **looks.queries.columns,
+        "measurement": setup.measurement.sign * looks.queries.losses,
+        "status": np.where(looks.asked, "ok", "nonfinite"),
+    }
+    return pd.DataFrame({name: columns[name] for name in QUERY_COLUMNS if name in columns})
+
+
+def training_table(setup: InfluenceSetup, looks: Looks, own: np.ndarray | None, overall: np.ndarray) -> pd.DataFrame:
+    """One row a training example; see TRAINING_COLUMNS. Excluded ones, too."""
+    samples, reader, kept = setup.run.samples, setup.run.reader, looks.kept
+
+    def spread(values: np.ndarray) -> np.ndarray:
+        column = np.full(len(kept), np.nan)
+        column[kept] = values
+        return column
+
+    columns = {
+        "id": samples.ids,
+        "index": np.arange(len(samples)),
+        **({} if reader.targets is None else {"target": reader.targets}),
+        **looks.training.columns,
+        "loss": looks.training.losses,
+        "grad_norm": looks.training.norms,
+        **({} if own is None else {"self_influence": spread(own)}),
+        "overall": spread(overall),
+        "status": np.where(kept, "ok", "nonfinite"),
+    }
+    return pd.DataFrame({name: columns[name] for name in TRAINING_COLUMNS if name in columns})
+
+
+def write_tables(result: InfluenceResult, rankings: Rankings, folder: RunFolder) -> None:
+    """scores.parquet and scores.csv, self_influence.parquet, queries.parquet, and the matrix where it is wanted."""
+    folder.write_table("scores.parquet", result.scores)
+    folder.write_csv("scores.csv", result.scores)
+    folder.write_table("self_influence.parquet", result.training)
+    folder.write_table("queries.parquet", result.queries)
+    if rankings.matrix is not None:
+        from safetensors.numpy import save
+
+        folder.write_bytes("matrix.safetensors", save(rankings.matrix))
+
+
+__all__ = ["Moment", "influence"]

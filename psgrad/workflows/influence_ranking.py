@@ -1,0 +1,162 @@
+"""From fitted methods to ranked pairs: training examples stream past, and each query keeps its strongest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pandas as pd
+import torch
+
+from psgrad.engine.gradients.loading import Read
+from psgrad.engine.gradients.memory import free_memory
+from psgrad.engine.influence.method import Fitted, Scores
+from psgrad.engine.influence.ranking import Strongest
+from psgrad.engine.influence.scoring import JoinedBlock, joined_scores
+from psgrad.results import Progress
+from psgrad.results.influence import ALL_INDEX, ALL_QUERIES, ranked_pairs
+from psgrad.workflows.influence_setup import InfluenceSetup
+
+# What the prepared gradients of a block of queries may take, as a share of the memory that is free.
+_SHARE = 0.25
+
+
+@dataclass(frozen=True)
+class Rankings:
+    """What is kept of the scores.
+
+    scores: ranked pairs, with SCORE_COLUMNS. overall: [n], the mean over the queries. shown: query row -> all scores, [rows of the
+    training data], NaN where a row was excluded. matrix: where it was wanted, scores [n, m], train_index [n] and query_index [m].
+    """
+
+    scores: pd.DataFrame
+    overall: np.ndarray
+    shown: dict[int, np.ndarray]
+    matrix: dict[str, np.ndarray] | None
+
+
+def rank(
+    setup: InfluenceSetup,
+    fitted: Sequence[Fitted],
+    divisors: Sequence[torch.Tensor] | None,
+    shown: int,
+    matrix: bool,
+    progress: Callable[[Progress], None],
+) -> Rankings:
+    """Score all training examples for all queries, some queries at a time where their gradients would not fit in memory.
+
+    shown: of so many queries all scores are kept.
+    """
+    wanted, n, m = setup.run.config.influence, len(setup.training_rows), len(setup.query_rows)
+    size = queries_at_once(setup)
+    blocks = []
+    for first in range(0, m, size):
+        places = range(first, min(first + size, m))
+        asked = [replace(moment.queries, read=_some(moment.queries.read, first), count=len(places)) for moment in setup.moments]
+        block = _Block(wanted.top, len(places) if matrix else max(0, min(shown - first, len(places))))
+        for joined in joined_scores(setup.method, fitted, asked, "total" if wanted.layers == "none" else wanted.layers, divisors):
+            block.add(_with_total(joined, setup.method.adds_up))
+            progress(Progress(joined.stop, n, "scores", unit="training example"))
+        blocks.append(block)
+    return _assembled(setup, blocks, shown, matrix)
+
+
+def queries_at_once(setup: InfluenceSetup) -> int:
+    """How many queries' gradients may be held for all checkpoints: each in float64, and once more while it is made."""
+    training, budget = setup.moments[0].training, setup.run.config.engine.memory
+    room = free_memory(training.device) * _SHARE if budget == "auto" else budget
+    return max(1, int(room / (2 * 8 * training.flat.size * len(setup.moments))))
+
+
+def _some(read: Read, first: int) -> Read:
+    return lambda start, stop: read(first + start, first + stop)
+
+
+def _with_total(block: JoinedBlock, adds_up: bool) -> JoinedBlock:
+    """With the sum over layers under the label "", for methods whose layers add up."""
+    if "" in block.scores or not adds_up:
+        return block
+
+    def total(scores: Scores) -> Scores:
+        return {"": torch.stack(list(scores.values())).sum(0), **scores}
+
+    return replace(block, scores=total(block.scores), single=tuple(map(total, block.single)))
+
+
+class _Block:
+    """What is kept of the scores of m queries while the training examples stream past.
+
+    strongest: label -> of all checkpoints together, then of each. columns: the scores of the first `wanted` queries, part by part.
+    means: label -> parts of [n, 1 + checkpoints], the mean over these queries, of all checkpoints together and of each.
+    """
+
+    def __init__(self, top: int, wanted: int) -> None:
+        self.top, self.wanted, self.m = top, wanted, 0
+        self.strongest: dict[str, list[Strongest]] = {}
+        self.columns: list[torch.Tensor] = []
+        self.means: dict[str, list[torch.Tensor]] = {}
+
+    def add(self, block: JoinedBlock) -> None:
+        for label, scores in block.scores.items():
+            self.m = scores.shape[1]
+            single = [each[label] for each in block.single] if len(block.single) > 1 else []
+            kept = self.strongest.setdefault(label, [Strongest(self.top, self.m) for _ in range(1 + len(single))])
+            kept[0].add(block.start, scores, **({"score_std": block.spread(label)} if single else {}))
+            for strongest, own in zip(kept[1:], single, strict=True):
+                strongest.add(block.start, own)
+            self.means.setdefault(label, []).append(torch.stack([each.double().sum(1) for each in (scores, *single)], 1))
+        self.columns.append(next(iter(block.scores.values()))[:, : self.wanted])
+
+
+def _assembled(setup: InfluenceSetup, blocks: list[_Block], shown: int, matrix: bool) -> Rankings:
+    ids, rows = setup.run.samples.ids, setup.training_rows
+    query_ids = setup.query_reader.samples.ids[setup.query_rows]
+    labels, named = list(blocks[0].strongest), setup.run.config.influence.layers != "none"
+    parts, overall = [], np.zeros(len(rows))
+    for label in labels:
+        place = 0
+        for block in blocks:
+            here = slice(place, place + block.m)
+            parts.append(_pairs(block.strongest[label], query_ids[here], setup.query_rows[here], ids, rows, label if named else None))
+            place += block.m
+        sums = torch.stack([torch.cat(block.means[label]) for block in blocks]).sum(0) / place
+        whole = [Strongest(blocks[0].top, 1) for _ in range(sums.shape[1])]
+        whole[0].add(0, sums[:, :1], **({"score_std": sums[:, 1:].std(1, keepdim=True)} if len(whole) > 1 else {}))
+        for number, each in enumerate(whole[1:], 1):
+            each.add(0, sums[:, number : number + 1])
+        parts.append(_pairs(whole, [ALL_QUERIES], [ALL_INDEX], ids, rows, label if named else None))
+        if label == labels[0]:
+            overall = sums[:, 0].numpy()
+    columns = torch.cat([torch.cat(block.columns) for block in blocks], 1).numpy()
+    first = {row: _spread(setup, column) for row, column in zip(setup.query_rows[:shown].tolist(), columns.T, strict=False)}
+    everything = {"scores": columns, "train_index": rows, "query_index": setup.query_rows} if matrix else None
+    return Rankings(
+        pd.concat(parts, ignore_index=True), overall, {row: _spread(setup, column) for row, column in first.items()}, everything
+    )
+
+
+def _spread(setup: InfluenceSetup, values: np.ndarray) -> np.ndarray:
+    """One number for every row of the training data, NaN for those that were excluded."""
+    column = np.full(len(setup.run.samples), np.nan)
+    column[setup.training_rows] = values
+    return column
+
+
+def _pairs(
+    kept: list[Strongest],
+    query_ids: Sequence[str] | np.ndarray,
+    query_rows: Sequence[int] | np.ndarray,
+    ids: np.ndarray,
+    rows: np.ndarray,
+    layer: str | None,
+) -> pd.DataFrame:
+    """The rows of the table for some queries. kept: of all checkpoints together, then of each, where there are several."""
+    whole, single = kept[0], kept[1:]
+    more = dict(whole.extras)
+    if single:
+        there = torch.stack([(whole.rows.unsqueeze(2) == each.rows.unsqueeze(1)).any(2) for each in single])
+        more["rank_stability"] = there.double().mean(0)
+    places = whole.rows.numpy()
+    extras = {name: value.numpy() for name, value in more.items()}
+    return ranked_pairs(query_ids, query_rows, ids, whole.values.numpy(), np.where(places >= 0, rows[places], -1), extras, layer)

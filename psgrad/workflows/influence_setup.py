@@ -1,0 +1,151 @@
+"""The parts of an influence run, made from its config: training examples and queries, as the model of each checkpoint sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from psgrad.config import CheckpointConfig, Config
+from psgrad.engine.gradients.loading import Read
+from psgrad.engine.influence.examples import Examples
+from psgrad.engine.influence.method import Checkpoint, Method
+from psgrad.engine.measures.predictions import summary_for
+from psgrad.engine.objective import Objective
+from psgrad.errors import ConfigError, DataError
+from psgrad.inputs.data import load_data
+from psgrad.inputs.measurements import Measurement, resolve_measurement
+from psgrad.inputs.models import load_model
+from psgrad.inputs.samples import Block, Samples
+from psgrad.workflows.influence_method import method_from
+from psgrad.workflows.setup import CheckedReader, Setup, class_count, set_up
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Training examples and queries as the model of one checkpoint sees them. path, sha256: of the checkpoint's file, where it has one."""
+
+    checkpoint: Checkpoint
+    training: Examples
+    queries: Examples
+    path: str | None
+    sha256: str | None
+
+
+@dataclass(frozen=True)
+class InfluenceSetup:
+    """What an influence run is made of.
+
+    run: model, loss and training data, at the first checkpoint. query_rows: [m], the rows of `query_reader` that are asked about. training_rows: [n],
+    those of the training data that are ranked.
+    """
+
+    run: Setup
+    method: Method
+    measurement: Measurement
+    moments: list[Moment]
+    query_reader: CheckedReader
+    query_rows: np.ndarray
+    training_rows: np.ndarray
+
+    @property
+    def unit(self) -> str:
+        """What a score is, for headers."""
+        return self.method.unit.format(change=self.measurement.change)
+
+
+def set_up_influence(config: Config, say: Callable[[str], None]) -> InfluenceSetup:
+    """Load all that a config names: model, data, queries, method, and each checkpoint.
+
+    Raises PsgradError for everything that can be wrong with the config, the model, a checkpoint or the data.
+    """
+    wanted = config.influence
+    method = method_from(wanted.method, config.base)
+    checkpoints: list[CheckpointConfig | None] = list(wanted.checkpoints) if wanted.checkpoints else [None]
+    run = set_up(_at(config, checkpoints[0]), trainable=wanted.parameters, trainable_key="influence.parameters")
+    measurement = resolve_measurement(wanted.measurement, run.criterion, config.base)
+    reader, rows = _queries(config, run, measurement)
+    moments = [_moment(run, 0, run.loaded.sha256, checkpoints[0], measurement, reader, rows, say)]
+    for number, checkpoint in enumerate(checkpoints[1:], 1):
+        there = _with_model(run, _at(config, checkpoint))
+        _require_another(moments, there, checkpoint)
+        moments.append(_moment(there, number, there.loaded.sha256, checkpoint, measurement, reader, rows, say))
+    return InfluenceSetup(run, method, measurement, moments, reader, rows, np.arange(len(run.samples)))
+
+
+def _at(config: Config, checkpoint: CheckpointConfig | None) -> Config:
+    """The config with this checkpoint in the model's place."""
+    if checkpoint is None:
+        return config
+    there = config.model_copy(update={"model": config.model.model_copy(update={"checkpoint": checkpoint.path})})
+    there._base = config.base
+    return there
+
+
+def _with_model(run: Setup, config: Config) -> Setup:
+    """The same run with the model of another config."""
+    loaded = load_model(config.model, config.base, config.influence.parameters, "influence.parameters")
+    model = loaded.model.to(run.device, run.dtype)
+    objective = Objective(model, run.criterion.function, run.objective.summary, autocast=run.objective.autocast)
+    return Setup(config, run.device, run.dtype, loaded, run.criterion, run.samples, model, objective, run.reader, run.first_output)
+
+
+def _require_another(moments: list[Moment], run: Setup, checkpoint: CheckpointConfig | None) -> None:
+    same = next((moment for moment in moments if moment.sha256 == run.loaded.sha256), None)
+    if same is not None and checkpoint is not None:
+        raise ConfigError(
+            f"the checkpoints {same.path} and {checkpoint.path} hold the same bytes",
+            expected="each checkpoint once",
+            cause="one file under two names, or a training run that did not train in between",
+            next_step="leave one of them out of influence.checkpoints; it would count double",
+        )
+
+
+def _moment(
+    run: Setup,
+    number: int,
+    sha256: str | None,
+    checkpoint: CheckpointConfig | None,
+    measurement: Measurement,
+    reader: CheckedReader,
+    rows: np.ndarray,
+    say: Callable[[str], None],
+) -> Moment:
+    options = run.stream_options(say)
+    training = Examples(run.objective, run.reader, len(run.samples), options)
+    summary = summary_for(run.criterion.kind, run.criterion.ignore_index) if measurement.criterion.kind != "custom" else None
+    measured = Objective(run.model, measurement.criterion.function, summary, autocast=run.objective.autocast)
+    queries = Examples(measured, chosen_rows(reader, rows), len(rows), options)
+    path = run.config.model.checkpoint
+    learning_rate = None if checkpoint is None else checkpoint.learning_rate
+    return Moment(Checkpoint(number, learning_rate, say), training, queries, None if path is None else str(path), sha256)
+
+
+def _queries(config: Config, run: Setup, measurement: Measurement) -> tuple[CheckedReader, np.ndarray]:
+    """Who reads the queries, and which rows they are."""
+    wanted = config.influence.queries
+    dataset = None if wanted is None else wanted.dataset
+    samples: Samples = run.samples if dataset is None else load_data(dataset, config.base)
+    try:
+        reader = CheckedReader(samples, measurement.criterion, class_count(run.first_output, measurement.criterion))
+    except DataError as error:
+        raise DataError(f"the queries: {error.arrived}", expected=error.expected, cause=error.cause, next_step=error.next_step) from error
+    rows = np.arange(len(samples)) if wanted is None or wanted.rows is None else np.array(wanted.rows, dtype=np.int64)
+    if rows.max() >= len(samples):
+        raise ConfigError(
+            f"influence.queries.rows names row {rows.max()}", expected=f"rows from 0 to {len(samples) - 1}: the queries have {len(samples)}"
+        )
+    return reader, rows
+
+
+def chosen_rows(reader: CheckedReader, rows: np.ndarray) -> Read:
+    """A reader of these rows of a dataset, counted from 0."""
+    if len(rows) == rows[-1] - rows[0] + 1 and (np.diff(rows) == 1).all():
+        first = int(rows[0])
+        return lambda start, stop: reader(first + start, first + stop)
+
+    def read(start: int, stop: int) -> Block:
+        return reader.take(rows[start:stop])
+
+    return read
