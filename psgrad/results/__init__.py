@@ -19,14 +19,12 @@ from psgrad.results.influence import SCORE_COLUMNS as SCORE_COLUMNS
 from psgrad.results.influence import SIGN as SIGN
 from psgrad.results.influence import TRAINING_COLUMNS as TRAINING_COLUMNS
 from psgrad.results.influence import InfluenceResult as InfluenceResult
-from psgrad.results.influence import Strongest as Strongest
 from psgrad.results.influence import carriers as carriers
 from psgrad.results.influence import cumulative_influence as cumulative_influence
 from psgrad.results.influence import pairs_of as pairs_of
 from psgrad.results.influence import ranked_pairs as ranked_pairs
 from psgrad.results.influence import shown_queries as shown_queries
 from psgrad.results.influence import shown_rows as shown_rows
-from psgrad.results.influence import strongest_of as strongest_of
 from psgrad.results.planning import ParameterPlan as ParameterPlan
 from psgrad.results.planning import PlanResult as PlanResult
 from psgrad.results.privacy import STEP_COLUMNS as STEP_COLUMNS

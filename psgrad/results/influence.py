@@ -26,19 +26,6 @@ TRAINING_COLUMNS = ("id", "index", "target", "prediction", "confidence", "loss",
 
 
 @dataclass(frozen=True)
-class Strongest:
-    """The k strongest training examples of one sign, for each of m queries.
-
-    scores: [m, k]. rows: [m, k], the examples' places in the training set; a place below 0 is none. more: further columns [m, k] of the
-    same pairs (`score_std`, `rank_stability`). The order along k is of no matter.
-    """
-
-    scores: Array
-    rows: Array
-    more: Mapping[str, Array] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class InfluenceResult:
     """What `psgrad influence` found.
 
@@ -80,46 +67,35 @@ def ranked_pairs(
     query_ids: Sequence[Any] | Array,
     query_rows: Sequence[int] | Array,
     train_ids: Array,
-    proponents: Strongest,
-    opponents: Strongest,
+    values: Array,
+    rows: Array,
+    extras: Mapping[str, Array] | None = None,
     layer: str | None = None,
 ) -> pd.DataFrame:
     """The strongest pairs of m queries as rows of `InfluenceResult.scores`, query by query: ranks 1, 2, ..., then -1, -2, ...
 
-    query_ids, query_rows: [m]. train_ids: [n]. Only scores above zero make proponents, only those below make opponents, so that there may
-    be fewer than k of either; equal scores are ranked in the order of the training set. `query_id` is text, as ALL_QUERIES is.
+    query_ids, query_rows: [m]. train_ids: [n]. values: [2, k, m], the scores of proponents and opponents, strongest first. rows: [2, k, m],
+    the examples' places in the training set, -1 where there are fewer than k. extras: further columns of the same pairs, name -> [2, k, m].
+    `query_id` is text, as ALL_QUERIES is.
     """
-    parts = [_side(proponents, 1), _side(opponents, -1)]
-    pairs = pd.concat(parts, ignore_index=True).sort_values("query", kind="stable", ignore_index=True)
-    places = pairs.pop("query").to_numpy()
-    pairs["query_id"] = np.asarray([str(each) for each in query_ids], dtype=object)[places]
-    pairs["query_index"] = np.asarray(query_rows, dtype=np.int64)[places]
-    pairs["train_id"] = np.asarray(train_ids)[pairs["train_index"].to_numpy()]
+    k, m = values.shape[1:]
+    rank = np.broadcast_to(np.stack([np.arange(1, k + 1), -np.arange(1, k + 1)])[..., None], (2, k, m))
+    query = np.broadcast_to(np.arange(m), (2, k, m))
+    # Queries go slowest, then the two sides, then the places.
+    by_query = {
+        name: array.transpose(2, 0, 1).ravel()
+        for name, array in {"query": query, "rank": rank, "train_index": rows, "score": values, **(extras or {})}.items()
+    }
+    there = by_query["train_index"] >= 0
+    found = {name: array[there] for name, array in by_query.items()}
+    place = found.pop("query")
+    names = np.asarray([str(each) for each in query_ids], dtype=object)
+    pairs = pd.DataFrame(found).assign(
+        query_id=names[place], query_index=np.asarray(query_rows, dtype=np.int64)[place], train_id=train_ids[found["train_index"]]
+    )
     if layer is not None:
         pairs["layer"] = layer
     return pairs[[column for column in SCORE_COLUMNS if column in pairs]]
-
-
-def _side(strongest: Strongest, sign: int) -> pd.DataFrame:
-    scores, rows = np.asarray(strongest.scores, dtype=float), np.asarray(strongest.rows, dtype=np.int64)
-    order = np.lexsort((rows, -sign * scores))
-    scores, rows = np.take_along_axis(scores, order, 1), np.take_along_axis(rows, order, 1)
-    with np.errstate(invalid="ignore"):
-        there = (rows >= 0) & (sign * scores > 0)
-    query = np.nonzero(there)[0]
-    columns = {"query": query, "rank": sign * np.cumsum(there, axis=1)[there], "train_index": rows[there], "score": scores[there]}
-    more = {name: np.take_along_axis(np.asarray(values, dtype=float), order, 1)[there] for name, values in strongest.more.items()}
-    return pd.DataFrame(columns | more)
-
-
-def strongest_of(scores: Array, k: int) -> tuple[Strongest, Strongest]:
-    """The k strongest proponents and opponents in full scores [m, n], where NaN is none."""
-    found = []
-    for sign in (1, -1):
-        signed = np.where(np.isnan(scores), np.inf, -sign * scores)
-        rows = np.argsort(signed, axis=1, kind="stable")[:, :k]
-        found.append(Strongest(np.take_along_axis(scores, rows, 1), rows))
-    return found[0], found[1]
 
 
 def pairs_of(scores: pd.DataFrame, query_index: int, k: int) -> tuple[pd.DataFrame, pd.DataFrame]:

@@ -1,0 +1,118 @@
+"""How scores, queries and training examples are written for people, on the terminal, in figures and in HTML alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from psgrad.reports.words import MISSING, brief, count, identifier, label, number
+from psgrad.results import ALL_INDEX, ALL_QUERIES, SIGN, InfluenceResult, TopSample, disagrees, pairs_of
+
+UNIT_LIMIT = 200
+
+_METHODS = {
+    "influence": "influence function",
+    "gradient_dot": "gradient dot product",
+    "gradient_cosine": "gradient cosine",
+    "tracin": "TracInCP",
+    "ekfac": "influence function by EK-FAC",
+    "datainf": "DataInf",
+    "trak": "TRAK",
+}
+
+
+@dataclass(frozen=True)
+class Example:
+    """A query, or a training example beside it.
+
+    score: written out; empty for a query. spread: its standard deviation over checkpoints, "± 0.002"; empty where there is none.
+    differs: whether the model's prediction is another class than the label.
+    """
+
+    rank: int
+    score: str
+    spread: str
+    id: str
+    label: str
+    prediction: str
+    differs: bool
+    input: TopSample | None
+
+
+def signed(score: float) -> str:
+    """Three significant digits, with its sign: +0.0123."""
+    return MISSING if pd.isna(score) else f"{score:+#.3g}".removesuffix(".")
+
+
+def method_words(method: str) -> str:
+    return _METHODS.get(method, method)
+
+
+def unit_words(result: InfluenceResult) -> str:
+    return brief(result.unit, UNIT_LIMIT)
+
+
+def header(result: InfluenceResult) -> str:
+    """What stands above every list of scores: the method, the unit and the sign."""
+    return f"{method_words(result.method)}; {SIGN}\nunit: {unit_words(result)}"
+
+
+def examples(result: InfluenceResult, query_index: int, k: int) -> tuple[list[Example], list[Example]]:
+    """The k strongest proponents and opponents of a query, or of all queries."""
+    sides = pairs_of(result.scores, query_index, k)
+    wanted = {int(row) for side in sides for row in side["train_index"]}
+    known = _described(result.training, wanted)
+    first, second = ([_example(result, pair, known) for pair in side.to_dict("records")] for side in sides)
+    return first, second
+
+
+def query_example(result: InfluenceResult, query_index: int) -> Example:
+    """The query itself."""
+    row = _described(result.queries, {query_index})[query_index]
+    names = result.class_names
+    shown = label(row.get("target"), names), label(row.get("prediction"), names)
+    return Example(0, "", "", identifier(row["id"]), *shown, row["differs"], result.query_inputs.get(query_index))
+
+
+def query_title(result: InfluenceResult, query_index: int) -> str:
+    """Query test-17: label 3, model 5 (61.2%), loss 0.9312."""
+    if query_index == ALL_INDEX:
+        return f"All queries ({count(int((result.queries['status'] == 'ok').sum()), 'query').replace('querys', 'queries')})"
+    row = _described(result.queries, {query_index})[query_index]
+    parts = []
+    if (truth := label(row.get("target"), result.class_names)) != MISSING:
+        parts.append(f"label {truth}")
+    if (guess := label(row.get("prediction"), result.class_names)) != MISSING:
+        sure = row.get("confidence")
+        parts.append(f"model {guess}" + ("" if sure is None or pd.isna(sure) else f" ({sure:.1%})"))
+    if row.get("measurement") is not None:
+        parts.append(f"{brief(result.measurement, 40)} {number(row['measurement'])}")
+    return f"Query {identifier(row['id'])}" + (f": {', '.join(parts)}" if parts else "")
+
+
+def query_name(result: InfluenceResult, query_index: int) -> str:
+    return ALL_QUERIES if query_index == ALL_INDEX else query_example(result, query_index).id
+
+
+def _described(frame: pd.DataFrame, rows: set[int]) -> dict[int, dict[Any, Any]]:
+    """Row number -> the columns of that row, and `differs`."""
+    found = frame[frame["index"].isin(rows)]
+    return {int(row["index"]): row for row in found.assign(differs=disagrees(found)).to_dict("records")}
+
+
+def _example(result: InfluenceResult, pair: dict[Any, Any], known: dict[int, dict[Any, Any]]) -> Example:
+    index = int(pair["train_index"])
+    row = known[index]
+    spread = pair.get("score_std")
+    return Example(
+        rank=int(pair["rank"]),
+        score=signed(pair["score"]),
+        spread="" if spread is None or pd.isna(spread) else f"± {spread:.2g}",
+        id=identifier(pair["train_id"]),
+        label=label(row.get("target"), result.class_names),
+        prediction=label(row.get("prediction"), result.class_names),
+        differs=row["differs"],
+        input=result.training_inputs.get(index),
+    )
