@@ -1,0 +1,173 @@
+"""The Gauss-Newton matrix of a training set as a sum over rows: sum_i J_i' L_i J_i = sum_r j_r j_r'.
+
+J_i [C, p] is the Jacobian of sample i's output, L_i [C, C] the second derivatives of its loss in that output. With L_i = S_i S_i' the
+rows are those of S_i' J_i, and each is a gradient: that of the product of the output with one column of S_i. So they come as deferred
+gradients, as those of the losses do.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from psgrad.engine.gradients import PerSampleGradients, per_sample_gradients
+from psgrad.engine.gradients.loading import Batch
+from psgrad.engine.gradients.memory import chunk_budget
+from psgrad.engine.gradients.streaming import Measure, Stream
+from psgrad.engine.influence.curvature.outputs import OutputDerivatives
+from psgrad.engine.influence.examples import Examples
+from psgrad.engine.influence.flat import Vectors
+from psgrad.engine.transforms import vmap
+from psgrad.errors import InfluenceError
+
+# Numbers in an output of which the exact rows are had: so many passes back a sample.
+LARGEST_OUTPUT = 128
+
+
+@dataclass(frozen=True)
+class OutputRows(Examples):
+    """Examples whose gradients are `per_sample` rows for each sample, next to one another: row i * per_sample + r is sample i's r-th.
+
+    `len` counts rows, `count` samples. Passes go over rows in place of samples, but for `outputs`.
+    """
+
+    per_sample: int = 1
+
+    def __len__(self) -> int:
+        return self.count * self.per_sample
+
+    @abstractmethod
+    def cotangents(self, outputs: torch.Tensor, target: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
+        """[k, R, C]: what the output [k, *shape] is multiplied with, for the samples of numbers `rows` [k]."""
+
+    @cached_property
+    def row_stream(self) -> Stream:
+        """Of samples, in chunks that their rows fit in; each sample's number comes as its first input."""
+
+        def read(start: int, stop: int) -> Batch:
+            batch = self.read(start, stop)
+            return _Numbered((torch.arange(start, stop), *batch.inputs), batch.target)
+
+        def loss(params: Vectors, inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None) -> Any:
+            return self.objective.loss(params, inputs[1:], target)
+
+        options = dict(self.options)
+        device = next(iter(self.params.values())).device
+        size = options.get("chunk_size", "auto")
+        if size == "auto":
+            options["memory"] = max(1, chunk_budget(device, options.get("memory")) // self.per_sample)
+        else:
+            options["chunk_size"] = max(1, size // self.per_sample)
+        return Stream(loss, self.params, read, **options)
+
+    def gradients(self, start: int, stop: int) -> PerSampleGradients:
+        """The deferred rows of the samples start, ..., stop - 1, all at once."""
+        stream = self.row_stream
+        inputs, target = stream.load(start, stop)
+        return self._rows_of(stream.loss, self.params, inputs, target, randomness=stream.randomness)
+
+    def _run(
+        self, measure: Measure, way: Callable[..., Any] | None = None, start: int = 0
+    ) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
+        if way is not None:
+            yield from super()._run(measure, way, start)
+            return
+        for columns in self.row_stream.run(self.count, [measure], self._rows_of, start // self.per_sample):
+            yield slice(columns.start * self.per_sample, columns.stop * self.per_sample), columns.values
+
+    def _rows_of(
+        self, loss: Any, params: Vectors, inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None, **options: Any
+    ) -> PerSampleGradients:
+        numbers, *given = inputs
+        randomness = options["randomness"]
+        outputs = vmap(self.objective.predict, in_dims=(None, 0), randomness=randomness)(params, tuple(given))
+        _assert_one_tensor(outputs)
+        cotangents = self.cotangents(outputs, target, numbers)
+        cotangents = cotangents.reshape(-1, *outputs.shape[1:]).to(outputs.dtype)
+        repeated = tuple(x.repeat_interleave(self.per_sample, 0) for x in given)
+
+        def along(params: Vectors, inputs: tuple[torch.Tensor, ...], cotangent: torch.Tensor) -> Any:
+            return (self.objective.predict(params, inputs) * cotangent).sum(), {}
+
+        return per_sample_gradients(along, params, repeated, cotangents, in_dims=(0, 0), has_aux=True, randomness=randomness)
+
+
+@dataclass(frozen=True)
+class GaussNewtonRows(OutputRows):
+    """All rows of S_i' J_i: their sum of j_r j_r' is the Gauss-Newton matrix of the sum of the losses."""
+
+    def cotangents(self, outputs: torch.Tensor, target: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
+        return OutputDerivatives.of(self.objective.criterion, outputs, target).root(rows)[0].transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class JacobianRows(OutputRows):
+    """The rows of J_i: the gradients of the output's numbers, one by one."""
+
+    def cotangents(self, outputs: torch.Tensor, target: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
+        return torch.eye(self.per_sample, dtype=outputs.dtype, device=outputs.device).expand(len(outputs), -1, -1)
+
+
+def gauss_newton_rows(training: Examples) -> GaussNewtonRows:
+    """Rows j_r with sum_r j_r j_r' = the Gauss-Newton matrix of the sum of the losses of `training`.
+
+    Raises InfluenceError where the output is no tensor, or has more than LARGEST_OUTPUT numbers; and, as a pass goes on, where the loss
+    is not convex in the output.
+    """
+    return _of(GaussNewtonRows, training, output_size(training))
+
+
+def jacobian_rows(training: Examples) -> JacobianRows:
+    """The Jacobian of each sample's output, row by row."""
+    return _of(JacobianRows, training, output_size(training))
+
+
+def output_size(training: Examples) -> int:
+    """How many numbers the model's output for one sample has. Raises InfluenceError where it is not one tensor."""
+    inputs, _ = training.stream.load(0, 1)
+    output = vmap(training.objective.predict, in_dims=(None, 0), randomness=training.stream.randomness)(training.params, inputs)
+    _assert_one_tensor(output)
+    return int(output[0].numel())
+
+
+def output_factors(training: Examples) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(S [n, C, C], c [n, C], r [n, C]) float64 on the CPU: the root of each output's curvature, the coefficients that S c = r is
+    solved by as far as it can be, and the gradient r of each loss in its output."""
+    parts = []
+    for rows, found in training.outputs():
+        _, target = training.stream.load(rows.start, rows.stop)
+        target = None if target is None else target.cpu()
+        derivatives = OutputDerivatives.of(training.objective.criterion, found["output"], target)
+        parts.append((*derivatives.root(torch.arange(rows.start, rows.stop)), derivatives.gradient))
+    root, coefficients, gradient = (torch.cat(column) for column in zip(*parts, strict=True))
+    return root, coefficients, gradient
+
+
+def _of(kind: Any, training: Examples, size: int) -> Any:
+    if size > LARGEST_OUTPUT:
+        raise InfluenceError(
+            f"the model's output has {size} numbers for one sample, and the Gauss-Newton matrix as many rows",
+            expected=f"at most {LARGEST_OUTPUT}, for a solver that has to have them one by one",
+            next_step="set solver: conjugate_gradient, which needs none; or curvature: fisher, which has one row a sample",
+        )
+    return kind(training.objective, training.read, training.count, training.options, per_sample=size)
+
+
+def _assert_one_tensor(output: Any) -> None:
+    if not isinstance(output, torch.Tensor):
+        raise InfluenceError(
+            f"the model's output is a {type(output).__name__}, and the Gauss-Newton curvature is made of the output's Jacobian",
+            expected="a model that returns one tensor",
+            next_step="wrap the model so that it returns the tensor that the loss reads; or set curvature: fisher",
+        )
+
+
+@dataclass(frozen=True)
+class _Numbered:
+    inputs: tuple[torch.Tensor, ...]
+    target: torch.Tensor | None
