@@ -19,7 +19,7 @@ from psgrad.engine.gradients import PerSampleGradients, per_sample_gradients
 from psgrad.engine.gradients.loading import Batch
 from psgrad.engine.gradients.memory import chunk_budget
 from psgrad.engine.gradients.streaming import Measure, Stream
-from psgrad.engine.influence.curvature.outputs import OutputDerivatives
+from psgrad.engine.influence.curvature.output_derivatives import OutputDerivatives
 from psgrad.engine.influence.examples import Examples
 from psgrad.engine.influence.flat import Vectors
 from psgrad.engine.transforms import vmap

@@ -1,0 +1,75 @@
+"""The loss's derivatives in the model's output, sample by sample, and a square root of the second ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from psgrad.engine.transforms import grad, hessian, vmap
+from psgrad.errors import InfluenceError
+
+# A second derivative below zero by no more than this share of the sample's largest one is rounding.
+_ROUNDING = 1e-7
+
+
+@dataclass(frozen=True)
+class OutputDerivatives:
+    """Of k samples, in the output's C numbers, float64.
+
+    gradient: [k, C]. hessian: [k, C, C].
+    """
+
+    gradient: torch.Tensor
+    hessian: torch.Tensor
+
+    @classmethod
+    def of(cls, criterion: Callable[[Any, Any], torch.Tensor], outputs: torch.Tensor, target: torch.Tensor | None) -> OutputDerivatives:
+        """outputs: [k, *shape], target: [k, ...]. In float64 whatever the model's type, for a loss that takes float64."""
+
+        def derivatives(outputs: torch.Tensor, target: torch.Tensor | None) -> OutputDerivatives:
+            def loss(flat: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
+                return criterion(flat.reshape(outputs.shape[1:]), target)
+
+            flat, dims = outputs.reshape(len(outputs), -1), (0, None if target is None else 0)
+            gradient, second = vmap(grad(loss), in_dims=dims)(flat, target), vmap(hessian(loss), in_dims=dims)(flat, target)
+            return cls(gradient.double(), 0.5 * (second + second.transpose(1, 2)).double())
+
+        wide = target.double() if target is not None and target.is_floating_point() else target
+        try:
+            return derivatives(outputs.double(), wide)
+        except RuntimeError:
+            if outputs.dtype == torch.float64:
+                raise
+            return derivatives(outputs, target)  # a loss that holds tensors of the model's type
+
+    def root(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(S, c): S [k, C, C] with S S' = the Hessian, and the shortest c [k, C] for which S c comes nearest to the gradient.
+
+        rows: [k], which samples these are. Raises InfluenceError, with the row, where the loss is not finite or not convex in the output.
+        """
+        finite = self.hessian.flatten(1).isfinite().all(1) & self.gradient.isfinite().all(1)
+        if not bool(finite.all()):
+            row = int(rows[~finite][0])
+            raise InfluenceError(
+                f"at row {row} the loss has derivatives in the model's output that are not finite",
+                cause="an output or a target that is not finite",
+                next_step="leave the row out",
+            )
+        values, vectors = torch.linalg.eigh(self.hessian)
+        largest = values.abs().amax(1, keepdim=True)
+        negative = (values < -_ROUNDING * largest).any(1)
+        if bool(negative.any()):
+            place = int(negative.nonzero()[0])
+            raise InfluenceError(
+                f"at row {int(rows[place])} the loss is not convex in the model's output: "
+                f"its second derivative there is {float(values[place, 0]):.3g} in one direction, and {float(largest[place]):.3g} at most",
+                expected="a loss that is convex in the output (cross-entropy, squared error), which the Gauss-Newton curvature is made of",
+                next_step="set curvature: fisher or hessian",
+            )
+        kept = values > _ROUNDING**2 * largest
+        roots = torch.where(kept, values, 0).sqrt()
+        along = (vectors.transpose(1, 2) @ self.gradient.unsqueeze(2)).squeeze(2)
+        return vectors * roots.unsqueeze(1), torch.where(kept, along / torch.where(kept, roots, 1), 0)
