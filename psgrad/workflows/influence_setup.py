@@ -37,8 +37,8 @@ class Moment:
 class InfluenceSetup:
     """What an influence run is made of.
 
-    run: model, loss and training data, at the first checkpoint. query_rows: [m], the rows of `query_reader` that are asked about. training_rows: [n],
-    those of the training data that are ranked.
+    run: model, loss and training data, at the first checkpoint. query_rows: [m], the rows of `query_reader` that are asked about.
+    training_rows: [n], those of the training data that are ranked.
     """
 
     run: Setup
