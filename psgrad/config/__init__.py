@@ -1,14 +1,15 @@
 """What a user may write in the YAML file, and how every mistake in it is told: all at once, with file, line and a suggestion."""
 
+from psgrad.config.evaluation import EvaluationConfig, EvaluationKind, TrainConfig, TuningConfig
 from psgrad.config.influence import (
     MEASUREMENTS,
     CheckpointConfig,
     InfluenceConfig,
     MeasurementConfig,
-    MethodConfig,
     QueriesConfig,
 )
 from psgrad.config.mechanism import AdaptiveConfig, ClippingConfig, NoiseConfig, ScheduleConfig
+from psgrad.config.method import MethodConfig
 from psgrad.config.privacy import OptimizerConfig, PrivacyConfig
 from psgrad.config.reading import load_config
 from psgrad.config.sampling import RELATIONS, AugmentationConfig, SamplingConfig, UnitConfig
@@ -38,6 +39,8 @@ __all__ = [
     "Config",
     "DataConfig",
     "EngineConfig",
+    "EvaluationConfig",
+    "EvaluationKind",
     "InfluenceConfig",
     "LossConfig",
     "MeasurementConfig",
@@ -50,6 +53,8 @@ __all__ = [
     "ReportConfig",
     "SamplingConfig",
     "ScheduleConfig",
+    "TrainConfig",
+    "TuningConfig",
     "UnitConfig",
     "is_callable_spec",
     "load_config",

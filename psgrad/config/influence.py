@@ -6,10 +6,12 @@ The options of a method are its own, and checked where the method is known: see 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
+from psgrad.config.evaluation import EvaluationConfig
+from psgrad.config.method import MethodConfig
 from psgrad.config.sections import DataConfig
 from psgrad.config.values import FilePath, Finite, ParameterPatterns, Section, is_callable_spec, nearest
 
@@ -65,23 +67,6 @@ class CheckpointConfig(Section):
         return {"path": value} if isinstance(value, str) else value
 
 
-class MethodConfig(Section):
-    """A method by name, a file of `psgrad/engine/influence/methods` or `module:Class`, with its options. A bare string is the name."""
-
-    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
-
-    name: str
-
-    @model_validator(mode="before")
-    @classmethod
-    def _bare_name(cls, value: object) -> object:
-        return {"name": value} if isinstance(value, str) else value
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return dict(self.model_extra or {})
-
-
 def _measurement_name(value: str) -> str:
     if value in MEASUREMENTS or is_callable_spec(value):
         return value
@@ -130,6 +115,7 @@ class InfluenceConfig(Section):
     normalize: Literal["none", "self_influence", "preconditioned_norm"] = "none"
     # Each training example's influence on itself; auto leaves it out where it would cost a solve an example.
     self_influence: Literal["auto", "always", "never"] = "auto"
+    evaluate: EvaluationConfig = Field(default_factory=EvaluationConfig)
 
     @model_validator(mode="after")
     def _each_checkpoint_once(self) -> InfluenceConfig:

@@ -1,0 +1,111 @@
+"""The section of `psgrad influence --evaluate`: how models are trained again, how many of them, and what is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from psgrad.config.method import MethodConfig
+from psgrad.config.values import CallableSpec, Finite, Section
+
+EvaluationKind = Literal["loo", "lds", "mislabel", "removal"]
+
+_STEPS = frozenset({"epochs", "batch_size", "learning_rate", "schedule"})
+# What each way of training takes, besides weight decay and the number of models at once.
+_TAKES: Mapping[str, frozenset[str]] = {
+    "sgd": _STEPS | {"momentum"},
+    "adam": _STEPS,
+    "adamw": _STEPS,
+    "newton": frozenset({"tolerance"}),
+}
+_ALWAYS = frozenset({"optimizer", "weight_decay", "together"})
+
+
+class TrainConfig(Section):
+    """How a model is trained again, from the fresh weights of the model's factory. A bare string is a training function of one's own.
+
+    function: `module:callable`, called as train(model, inputs, target, seed), which returns the trained model. Without it the built-in
+    trainer trains many models at once by `optimizer`; newton, for convex objectives alone, holds n * weight_decay fixed on removal, and the
+    others have weight_decay as torch's optimisers do. `together` models are trained, and kept, at a time.
+    """
+
+    function: CallableSpec | None = None
+    optimizer: Literal["sgd", "adam", "adamw", "newton"] = "adam"
+    epochs: Annotated[int, Field(ge=1)] = 50
+    batch_size: Annotated[int, Field(ge=1)] = 64
+    learning_rate: Annotated[Finite, Field(gt=0)] = 1e-3
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    weight_decay: Annotated[Finite, Field(ge=0)] = 0.0
+    tolerance: Annotated[Finite, Field(gt=0)] = 1e-10
+    together: Annotated[int, Field(ge=1)] = 100
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_function(cls, value: object) -> object:
+        return {"function": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _options_of_this_training(self) -> TrainConfig:
+        # A default says nothing: a resolved config, written out in full, must load again.
+        given = {name for name, info in TrainConfig.model_fields.items() if getattr(self, name) != info.default}
+        if self.function is not None:
+            refused, who = given - {"function", "together"}, f"the function {self.function} trains as it wants to and"
+        else:
+            refused, who = given - _ALWAYS - _TAKES[self.optimizer], self.optimizer
+        if refused:
+            raise ValueError(f"{who} does not take {', '.join(sorted(refused))}")
+        return self
+
+
+class TuningConfig(Section):
+    """The damping of each method that has one, chosen by the score on other subsets and other queries than those that are reported.
+
+    subsets: how many others. queries: how many of the queries are set aside for it, at random, and not reported. dampings: the candidates,
+    as multiples of the curvature's mean eigenvalue.
+    """
+
+    subsets: Annotated[int, Field(ge=3)] = 30
+    queries: Annotated[int, Field(ge=1)] = 60
+    dampings: list[Annotated[Finite, Field(gt=0)]] = Field(
+        default_factory=lambda: [1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0], min_length=1
+    )
+
+
+class EvaluationConfig(Section):
+    """`psgrad influence --evaluate`.
+
+    Attributes:
+        train: how a model is trained again.
+        methods: compared with influence.method, in the same tables.
+        queries: at most so many of the queries, at random; None for all.
+        seeds: trainings of each subset (lds), removal (loo, removal) or set of flips (mislabel: each set has one).
+        seed: of everything drawn.
+        subsets, fraction, tuning: of lds: how many subsets, the share of the rows in each, and how dampings are chosen (None: as they are).
+        removals, highest: of loo: how many examples are left out, and how many of these are those with the highest self-influence.
+        flips, share: of mislabel: how many sets of flips, and the share of the labels in each.
+        ks, explained: of removal: how many proponents are left out, and of how many queries.
+    """
+
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    methods: list[MethodConfig] = Field(default_factory=list)
+    queries: Annotated[int, Field(ge=1)] | None = None
+    seeds: Annotated[int, Field(ge=1)] = 3
+    seed: Annotated[int, Field(ge=0)] = 0
+    subsets: Annotated[int, Field(ge=3)] = 100
+    fraction: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    tuning: TuningConfig | None = None
+    removals: Annotated[int, Field(ge=3)] = 100
+    highest: Annotated[int, Field(ge=0)] = 20
+    flips: Annotated[int, Field(ge=1)] = 5
+    share: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    ks: list[Annotated[int, Field(ge=1)]] = Field(default_factory=lambda: [10, 20, 50], min_length=1)
+    explained: Annotated[int, Field(ge=2)] = 20
+
+    @model_validator(mode="after")
+    def _highest_are_removals(self) -> EvaluationConfig:
+        if self.highest > self.removals:
+            raise ValueError(f"highest: {self.highest} of the removals are to be those with the highest self-influence, of {self.removals}")
+        return self
