@@ -131,9 +131,7 @@ def _assembled(setup: InfluenceSetup, blocks: list[_Block], shown: int, matrix: 
     columns = torch.cat([torch.cat(block.columns) for block in blocks], 1).numpy()
     first = {row: _spread(setup, column) for row, column in zip(setup.query_rows[:shown].tolist(), columns.T, strict=False)}
     everything = {"scores": columns, "train_index": rows, "query_index": setup.query_rows} if matrix else None
-    return Rankings(
-        pd.concat(parts, ignore_index=True), overall, {row: _spread(setup, column) for row, column in first.items()}, everything
-    )
+    return Rankings(pd.concat(parts, ignore_index=True), overall, first, everything)
 
 
 def _spread(setup: InfluenceSetup, values: np.ndarray) -> np.ndarray:
