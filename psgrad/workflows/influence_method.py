@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ def method_from(config: MethodConfig, base: Path) -> Method:
     problems = [_unknown(option, known, config.name) for option in config.options if option not in known]
     if not problems:
         try:
-            method: Method = TypeAdapter(kind).validate_python(config.options, strict=True)
+            method: Method = TypeAdapter(kind).validate_json(json.dumps(config.options), strict=True)
             return method
         except ValidationError as error:
             details = error.errors(include_url=False)

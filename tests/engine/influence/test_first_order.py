@@ -1,0 +1,121 @@
+"""Gradient dot, cosine and TracIn against a loop of one-sample gradients by torch.autograd, in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from psgrad.engine.influence.examples import Examples
+from psgrad.engine.influence.method import Checkpoint, Fitted
+from psgrad.engine.influence.methods.gradient_cosine import GradientCosine
+from psgrad.engine.influence.methods.gradient_dot import GradientDot
+from psgrad.engine.influence.methods.tracin import TracIn
+from psgrad.errors import InfluenceError
+from tests.engine.influence.problems import cross_entropy, examples
+
+N, M, CLASSES = 11, 4, 3
+
+
+def network(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, CLASSES)).double()
+
+
+@pytest.fixture(scope="module")
+def data() -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(1)
+    inputs, labels = torch.randn(N + M, 1, 4, 4, dtype=torch.float64), torch.randint(0, CLASSES, (N + M,))
+    return inputs[:N], labels[:N], inputs[N:], labels[N:]
+
+
+def both(model: nn.Module, data: tuple[torch.Tensor, ...], **options: Any) -> tuple[Examples, Examples]:
+    x, y, xq, yq = data
+    return examples(model, cross_entropy, x, y, **options), examples(model, cross_entropy, xq, yq, **options)
+
+
+def loop(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor, names: tuple[str, ...] | None = None) -> torch.Tensor:
+    """[n, p]: one sample's gradient at a time, of the named parameters."""
+    rows = []
+    for x, y in zip(inputs, labels, strict=True):
+        chosen = [p for name, p in model.named_parameters() if names is None or name in names]
+        gradients = torch.autograd.grad(nn.functional.cross_entropy(model(x[None]), y[None]), chosen)
+        rows.append(torch.cat([g.flatten() for g in gradients]))
+    return torch.stack(rows)
+
+
+def matrix(fitted: Fitted, queries: Examples, per: Any = "total") -> dict[str, torch.Tensor]:
+    blocks = list(fitted.scores(queries, per))
+    assert [block.start for block in blocks] == [0, *(block.stop for block in blocks[:-1])]
+    return {label: torch.cat([block.scores[label] for block in blocks]) for label in blocks[0].scores}
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, N, 64])
+def test_dot_products_are_those_of_a_loop(data: Any, chunk_size: int) -> None:
+    model = network()
+    training, queries = both(model, data, chunk_size=chunk_size)
+    expected = loop(model, *data[:2]) @ loop(model, *data[2:]).T
+    fitted = GradientDot().fit(training, Checkpoint())
+    torch.testing.assert_close(matrix(fitted, queries)[""], expected, rtol=1e-10, atol=1e-12)
+    own = torch.cat([block.self_influence for block in fitted.self_influence()])
+    torch.testing.assert_close(own, loop(model, *data[:2]).square().sum(1), rtol=1e-10, atol=1e-12)
+
+
+def test_layers_add_up_to_the_whole(data: Any) -> None:
+    model = network()
+    training, queries = both(model, data, chunk_size=4)
+    fitted = GradientDot().fit(training, Checkpoint())
+    layers = matrix(fitted, queries, "module")
+    assert list(layers) == ["0", "3", "5"]
+    one = loop(model, *data[:2], names=("3.weight", "3.bias")) @ loop(model, *data[2:], names=("3.weight", "3.bias")).T
+    torch.testing.assert_close(layers["3"], one, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(sum(layers.values()), matrix(fitted, queries)[""], rtol=1e-10, atol=1e-12)
+
+
+def test_cosines_are_those_of_a_loop_and_undefined_at_a_gradient_of_zero(data: Any) -> None:
+    model = network()
+    x, y, xq, yq = data
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(output, target.abs()) * (target >= 0)  # the last training example has no gradient
+
+    labels = y.clone()
+    labels[-1] = -1
+    fitted = GradientCosine().fit(examples(model, loss, x, labels, chunk_size=4), Checkpoint())
+    found = matrix(fitted, examples(model, loss, xq, yq))[""]
+    expected = nn.functional.cosine_similarity(loop(model, x, y)[:, None], loop(model, xq, yq)[None], dim=2)
+    torch.testing.assert_close(found[:-1], expected[:-1], rtol=1e-10, atol=1e-12)
+    assert found[-1].isnan().all()
+    with pytest.raises(InfluenceError, match="gradient_cosine has no self-influence: the cosine of every gradient with itself is 1"):
+        list(fitted.self_influence())
+
+
+def test_tracin_weighs_each_checkpoint_by_its_learning_rate(data: Any) -> None:
+    rates, models = (0.5, 0.125), (network(0), network(1))
+    expected = sum(rate * loop(model, *data[:2]) @ loop(model, *data[2:]).T for rate, model in zip(rates, models, strict=True))
+    blocks = []
+    for number, (rate, model) in enumerate(zip(rates, models, strict=True)):
+        training, queries = both(model, data)
+        blocks += list(TracIn().fit(training, Checkpoint(number, rate)).scores(queries))
+    torch.testing.assert_close(TracIn().across(blocks)[""], torch.as_tensor(expected), rtol=1e-10, atol=1e-12)
+
+
+def test_tracin_without_a_learning_rate_is_refused(data: Any) -> None:
+    training, _ = both(network(), data)
+    with pytest.raises(InfluenceError, match=r"tracin weighs each checkpoint by its learning rate, and checkpoint 2 has none") as refusal:
+        TracIn().fit(training, Checkpoint(2))
+    assert "influence.checkpoints" in str(refusal.value)
+
+
+def test_rows_with_infinite_numbers_are_found(data: Any) -> None:
+    from psgrad.engine.influence.screening import screened
+
+    x, y, *_ = data
+    spoilt = x.clone()
+    spoilt[3] = torch.nan
+    seen = screened(examples(network(), cross_entropy, spoilt, y, chunk_size=4))
+    assert seen.finite.tolist() == [row != 3 for row in range(N)]
+    norms = loop(network(), x, y).norm(dim=1).numpy()
+    assert seen.norms[0] == pytest.approx(norms[0], rel=1e-10)
