@@ -13,6 +13,7 @@ from psgrad.engine.influence.method import Checkpoint, Fitted
 from psgrad.engine.influence.methods.gradient_cosine import GradientCosine
 from psgrad.engine.influence.methods.gradient_dot import GradientDot
 from psgrad.engine.influence.methods.tracin import TracIn
+from psgrad.engine.influence.scoring import joined_scores
 from psgrad.errors import InfluenceError
 from tests.engine.influence.problems import cross_entropy, examples
 
@@ -95,11 +96,15 @@ def test_cosines_are_those_of_a_loop_and_undefined_at_a_gradient_of_zero(data: A
 def test_tracin_weighs_each_checkpoint_by_its_learning_rate(data: Any) -> None:
     rates, models = (0.5, 0.125), (network(0), network(1))
     expected = sum(rate * loop(model, *data[:2]) @ loop(model, *data[2:]).T for rate, model in zip(rates, models, strict=True))
-    blocks = []
-    for number, (rate, model) in enumerate(zip(rates, models, strict=True)):
-        training, queries = both(model, data)
-        blocks += list(TracIn().fit(training, Checkpoint(number, rate)).scores(queries))
-    torch.testing.assert_close(TracIn().across(blocks)[""], torch.as_tensor(expected), rtol=1e-10, atol=1e-12)
+    pairs = [both(model, data, chunk_size=size) for size, model in zip((4, 3), models, strict=True)]
+    fitted = [
+        TracIn().fit(training, Checkpoint(number, rate)) for number, ((training, _), rate) in enumerate(zip(pairs, rates, strict=True))
+    ]
+    joined = list(joined_scores(TracIn(), fitted, [queries for _, queries in pairs]))
+    torch.testing.assert_close(torch.cat([block.scores[""] for block in joined]), torch.as_tensor(expected), rtol=1e-10, atol=1e-12)
+    alone = torch.stack([torch.cat([block.single[number][""] for block in joined]) for number in (0, 1)])
+    torch.testing.assert_close(alone.sum(0), torch.as_tensor(expected), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(torch.cat([block.spread("") for block in joined]), alone.std(0))
 
 
 def test_tracin_without_a_learning_rate_is_refused(data: Any) -> None:
