@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jinja2
 import pandas as pd
 
 from psgrad.reports.drawing import Plot
-from psgrad.reports.pictures import thumbnail, to_png
+from psgrad.reports.page import at, excerpt, facts_of, notes_of, picture_uri, plot_uri, templates, title_of
 from psgrad.reports.plots import MAX_PICTURES, PICTURE_NOTE
-from psgrad.reports.words import MISSING, brief, count, identifier, label, number, percentile
+from psgrad.reports.words import MISSING, count, identifier, label, number, percentile
 from psgrad.results import AnalyzeResult, TopSample, disagrees, has_classes, top_samples
 
 # Every part of the page is bounded, so that the page is: at worst (pictures of noise) these add up to about 1.5 MB.
 MAX_ROWS = 20
 PICTURE_SIDE = 112
-TEXT_LIMIT = 400
-TEXT_LINES = 8
-FACT_LIMIT = 300
-MAX_NOTES = 20
 MAX_PARAMETER_ROWS = 60
-
-_templates = jinja2.Environment(
-    loader=jinja2.PackageLoader("psgrad.reports", "templates"),
-    autoescape=True,
-    undefined=jinja2.StrictUndefined,
-    trim_blocks=True,
-    lstrip_blocks=True,
-)
-_templates.filters["number"] = number
 
 
 @dataclass(frozen=True)
@@ -63,11 +48,11 @@ def render(result: AnalyzeResult, plots: Sequence[Plot]) -> str:
     """The report as HTML. All text from the config, the data and the model is escaped."""
     top = top_samples(result.samples, _wanted_rows(result))
     rows = {record["id"]: _row(record, result.class_names) for record in top.assign(disagrees=disagrees(top)).to_dict("records")}
-    return _templates.get_template("report.html").render(
-        title=_title(result.manifest),
+    return templates.get_template("report.html").render(
+        title=title_of(result.manifest, "Which training examples pull hardest?"),
         headline=_headline(result),
         findings=_findings(result.samples),
-        figures=[(plot, _data_uri(plot)) for plot in plots if plot.name != "top_sheet"],
+        figures=[(plot, plot_uri(plot)) for plot in plots if plot.name != "top_sheet"],
         rows=list(rows.values())[:MAX_ROWS],
         classes=has_classes(result.samples),
         cards=[_card(sample, rows[sample.id]) for sample in result.top_inputs[:MAX_PICTURES] if sample.id in rows],
@@ -75,8 +60,8 @@ def render(result: AnalyzeResult, plots: Sequence[Plot]) -> str:
         nonfinite=_nonfinite(result.samples),
         parameters=result.parameters.nlargest(MAX_PARAMETER_ROWS, "share").to_dict("records"),
         parameter_count=len(result.parameters),
-        facts=_facts(result),
-        notes=[brief(str(note), FACT_LIMIT) for note in _at(result.manifest, "model", "notes") or []][:MAX_NOTES],
+        facts=facts_of(result.manifest, result.folder),
+        notes=notes_of(result.manifest),
     )
 
 
@@ -100,28 +85,7 @@ def _row(record: dict[Hashable, Any], class_names: list[str] | None) -> Row:
 
 
 def _card(sample: TopSample, row: Row) -> Card:
-    picture = None if sample.image is None else _uri("image/png", to_png(thumbnail(sample.image, PICTURE_SIDE)))
-    return Card(row, picture, None if sample.text is None else _excerpt(sample.text))
-
-
-def _excerpt(text: str) -> str:
-    start = brief(text, TEXT_LIMIT, keep="\n\t")
-    lines = start.split("\n")
-    return start if len(lines) <= TEXT_LINES else "\n".join([*lines[:TEXT_LINES], "…"])
-
-
-def _data_uri(plot: Plot) -> str:
-    # As an image a figure is closed: nothing inside it reaches the page.
-    return _uri("image/svg+xml", plot.svg()) if plot.vector else _uri("image/png", plot.png(dpi=130))
-
-
-def _uri(kind: str, data: bytes) -> str:
-    return f"data:{kind};base64,{base64.b64encode(data).decode('ascii')}"
-
-
-def _title(manifest: dict[str, Any]) -> str:
-    title = _at(manifest, "config", "report", "title")
-    return brief(str(title), 120) if title else "Which training examples pull hardest?"
+    return Card(row, picture_uri(sample, PICTURE_SIDE), excerpt(sample.text))
 
 
 def _headline(result: AnalyzeResult) -> list[tuple[str, str]]:
@@ -132,10 +96,10 @@ def _headline(result: AnalyzeResult) -> list[tuple[str, str]]:
         (f"{int((samples['is_outlier_issue'] & (samples['status'] == 'ok')).sum()):,}", "in the review list"),
         (f"{int((samples['status'] != 'ok').sum()):,}", "not finite"),
     ]
-    if _at(manifest, "model", "trainable"):
-        headline.append((f"{_at(manifest, 'model', 'trainable'):,}", "trainable parameters"))
-    if _at(manifest, "self_check", "samples"):
-        headline.append((number(_at(manifest, "self_check", "worst_relative_error")), "worst error of the self-check"))
+    if at(manifest, "model", "trainable"):
+        headline.append((f"{at(manifest, 'model', 'trainable'):,}", "trainable parameters"))
+    if at(manifest, "self_check", "samples"):
+        headline.append((number(at(manifest, "self_check", "worst_relative_error")), "worst error of the self-check"))
     return headline
 
 
@@ -162,53 +126,3 @@ def _findings(samples: pd.DataFrame) -> list[str]:
 def _nonfinite(samples: pd.DataFrame) -> tuple[int, list[str]]:
     bad = samples.loc[samples["status"] != "ok", "id"]
     return len(bad), [identifier(each) for each in bad.head(MAX_ROWS)]
-
-
-def _facts(result: AnalyzeResult) -> list[tuple[str, str]]:
-    """Where the numbers come from. What the manifest does not hold is left out."""
-    manifest = result.manifest
-    versions = _at(manifest, "versions") or {}
-    timings = _at(manifest, "timings") or {}
-    check = _at(manifest, "self_check") or {}
-    loss = _at(manifest, "config", "loss")
-    candidates = [
-        ("Model", _at(manifest, "model", "factory")),
-        ("Parameters", _counted(_at(manifest, "model", "parameters"))),
-        ("Trainable parameters", _counted(_at(manifest, "model", "trainable"))),
-        ("Checkpoint", _at(manifest, "model", "checkpoint")),
-        ("Checkpoint SHA-256", _at(manifest, "model", "sha256")),
-        ("Modules imported", ", ".join(_at(manifest, "model", "modules_imported") or [])),
-        ("Loss", loss.get("name") if isinstance(loss, dict) else loss),
-        ("Data", _at(manifest, "data", "source")),
-        ("Data SHA-256", _at(manifest, "data", "fingerprint")),
-        ("Device", _at(manifest, "engine", "device")),
-        ("Arithmetic", _at(manifest, "engine", "dtype")),
-        ("Chunk size", _at(manifest, "engine", "chunk_size")),
-        ("Self-check", _check_words(check)),
-        ("Time", ", ".join(f"{phase} {number(seconds)} s" for phase, seconds in timings.items())),
-        ("Versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
-        ("Run folder", result.folder),
-    ]
-    return [(name, brief(str(value), FACT_LIMIT)) for name, value in candidates if value]
-
-
-def _check_words(check: dict[str, Any]) -> str | None:
-    if not check.get("samples"):
-        return None
-    return (
-        f"{check['samples']} samples compared with a plain one-sample gradient; "
-        f"worst relative error {number(check.get('worst_relative_error'))}"
-    )
-
-
-def _counted(value: int | None) -> str | None:
-    return None if value is None else f"{value:,}"
-
-
-def _at(content: Any, *keys: str) -> Any:
-    """The value at a path in nested dicts, or None where the path ends early."""
-    for key in keys:
-        if not isinstance(content, dict):
-            return None
-        content = content.get(key)
-    return content

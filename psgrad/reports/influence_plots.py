@@ -73,7 +73,7 @@ def cumulative(result: InfluenceResult) -> Plot:
     """A line a query: which share of the positive total its 1, 2, ... strongest proponents carry."""
     figure, axes = figure_with_axes(3.8)
     columns = {query: values for query, values in columns_of(result).items() if (values > 0).any()}
-    caption = "How concentrated the help is: the strongest proponents' share of the sum of all positive scores. Dots: half, and nine tenths of it. "
+    caption = "How concentrated the help is: the share of the sum of all positive scores. Dots: half of it, and nine tenths. "
     if not columns:
         say_empty(axes, "no score above zero")
         return Plot("cumulative_influence", "How many examples carry the influence", caption, figure)

@@ -27,9 +27,9 @@ _LINE_IN = 0.17
 
 def draw_sheets(result: InfluenceResult) -> list[Plot]:
     """One sheet for all queries together, and one for each of the first few."""
-    drawn = [query_sheet(result, ALL_INDEX, "all_queries")]
+    drawn = [query_sheet(result, ALL_INDEX, "all_queries_sheet")]
     for place, query in enumerate(shown_queries(result.queries, MAX_SHEETS), start=1):
-        drawn.append(query_sheet(result, query, f"query_{place}"))
+        drawn.append(query_sheet(result, query, f"query_{place}_sheet"))
     return drawn
 
 
