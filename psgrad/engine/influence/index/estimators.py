@@ -1,0 +1,168 @@
+"""Scores from rows of (projected) gradients: inner products, cosines, and products with the inverse of the rows' own second moment."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from psgrad.engine.influence.examples import Examples
+from psgrad.engine.influence.flat import Flat
+from psgrad.engine.influence.index.rows import Of, RowBlock, RowSource
+from psgrad.engine.influence.method import Fitted, Per, ScoreBlock, SelfBlock
+from psgrad.errors import InfluenceError
+
+Columns = slice | list[int]
+
+
+class OfRows(Fitted):
+    """What methods on rows have in common: queries become rows of their own, by the same projector, and the training rows stream past."""
+
+    def __init__(self, source: RowSource) -> None:
+        self.source = source
+        projection = source.projector.projection
+        self.facts: dict[str, Any] = {
+            "projection": None if projection is None else projection.describe(),
+            "columns": source.projector.width,
+            "projection_noise": source.projector.noise,
+        }
+
+    def scores(self, queries: Examples, per: Per = "total") -> Iterator[ScoreBlock]:
+        require_parameters(self.source.projector.flat, queries)
+        columns = self.source.projector.columns(per)
+        prepared = self.prepared(self.projected(queries))
+        for block in self.source.blocks():
+            rows = block.rows.double()
+            found = {label: self.contracted(block, rows[:, some], prepared[:, some]) for label, some in columns.items()}
+            for scores in found.values():
+                scores[~block.finite] = torch.nan
+            yield ScoreBlock(block.start, block.stop, found, self.weights(block))
+
+    def projected(self, queries: Examples) -> torch.Tensor:
+        """[m, k] float64 of m queries."""
+        projector = self.source.projector
+        return torch.cat([found["rows"].double() for _, found in queries.each(lambda gradients: {"rows": projector(gradients)})])
+
+    def prepared(self, queries: torch.Tensor) -> torch.Tensor:
+        """What the rows are multiplied by, [m, k], of projected queries [m, k]."""
+        return queries
+
+    @abstractmethod
+    def contracted(self, block: RowBlock, rows: torch.Tensor, prepared: torch.Tensor) -> torch.Tensor:
+        """[b, m]: the scores of some columns."""
+
+    def weights(self, block: RowBlock) -> torch.Tensor | None:
+        return None
+
+
+class RowProducts(OfRows):
+    """<P g_q, P g_i> times a factor: an unbiased estimate of <g_q, g_i>. Self-influences are of the whole gradients, without noise."""
+
+    def __init__(self, source: RowSource, factor: float = 1.0) -> None:
+        super().__init__(source)
+        self.factor = factor
+
+    def contracted(self, block: RowBlock, rows: torch.Tensor, prepared: torch.Tensor) -> torch.Tensor:
+        return rows @ prepared.t() * (self.factor * block.to_loss).unsqueeze(1)
+
+    def self_influence(self) -> Iterator[SelfBlock]:
+        for block in self.source.blocks():
+            yield SelfBlock(block.start, block.stop, block.square_norm * self.factor, block.square_norm.sqrt() * self.factor)
+
+
+class RowCosines(OfRows):
+    """The cosine of the angle between projected gradients; NaN where either is zero."""
+
+    has_self_influence = False
+
+    def contracted(self, block: RowBlock, rows: torch.Tensor, prepared: torch.Tensor) -> torch.Tensor:
+        rows = rows * block.to_loss.unsqueeze(1)
+        norms = rows.norm(dim=1).unsqueeze(1) * prepared.norm(dim=1)
+        return torch.where(norms > 0, rows @ prepared.t() / norms, torch.nan)
+
+    def self_influence(self) -> Iterator[SelfBlock]:
+        raise InfluenceError(
+            "gradient_cosine has no self-influence: the cosine of every gradient with itself is 1",
+            next_step="choose gradient_dot, whose self-influence is the squared gradient norm",
+        )
+
+
+class RowInfluence(OfRows):
+    """P g_q (M / n + lam I)^-1 P g_i / n, M the sum over the rows of P g g' P', in float64.
+
+    Args:
+        of: whether g is the gradient of the loss (M is then the projected empirical Fisher), or that of the margin: TRAK, whose scores are
+            those of -df, and go with weights -dl/df.
+        damping: lam; None for `relative_damping` times the mean eigenvalue of M / n.
+
+    Raises InfluenceError where M / n + lam I has no inverse.
+    """
+
+    def __init__(self, source: RowSource, of: Of, damping: float | None, relative_damping: float) -> None:
+        super().__init__(source)
+        self.of = of
+        moment = source.moment(of)
+        self._moment, k, n = moment, len(moment), len(source)
+        mean = float(moment.diagonal().sum()) / (n * k)
+        self._damping = relative_damping * mean if damping is None else damping
+        self.facts |= {"damping": self._damping, "mean_eigenvalue": mean}
+        self._root = factor_of(moment + torch.eye(k, dtype=torch.float64) * (self._damping * n), self._damping, mean, n)
+
+    def with_damping(self, *, damping: float | None = None, relative: float | None = None) -> RowInfluence:
+        """The same rows with another damping: a factorisation of a k x k matrix. One of the two arguments."""
+        if (damping is None) == (relative is None):
+            raise ValueError("with_damping takes damping or relative")
+        return RowInfluence(self.source, self.of, damping, 0.0 if relative is None else relative)
+
+    def prepared(self, queries: torch.Tensor) -> torch.Tensor:
+        return torch.cholesky_solve(queries.t(), self._root).t()
+
+    def contracted(self, block: RowBlock, rows: torch.Tensor, prepared: torch.Tensor) -> torch.Tensor:
+        products = rows @ prepared.t()
+        return -products if self.of == "margin" else products * block.to_loss.unsqueeze(1)
+
+    def weights(self, block: RowBlock) -> torch.Tensor | None:
+        return block.weight if self.of == "margin" else None
+
+    def self_influence(self) -> Iterator[SelfBlock]:
+        for block in self.source.blocks():
+            rows = block.rows.double() * block.to_loss.unsqueeze(1)
+            solved = self.prepared(rows)
+            found = (rows * solved).sum(1), solved.norm(dim=1)
+            yield SelfBlock(block.start, block.stop, *(values.where(block.finite, torch.nan) for values in found))
+
+
+def factor_of(matrix: torch.Tensor, damping: float, mean_eigenvalue: float, count: int) -> torch.Tensor:
+    """The lower Cholesky factor of a symmetric matrix [k, k] float64, the sum over `count` rows plus its damping.
+
+    Raises InfluenceError, with a damping that would do, where it has no inverse to float64's digits.
+    """
+    root, info = torch.linalg.cholesky_ex(matrix)
+    pivots = root.diagonal().square()
+    # The ratio of the pivots is at most the condition number.
+    if not int(info) and bool(pivots.min() > len(matrix) * torch.finfo(matrix.dtype).eps * pivots.max()):
+        return root
+    enough = 1e-6 * mean_eigenvalue
+    raise InfluenceError(
+        f"the second moment of the projected gradients is singular: damping {damping:g}, {len(matrix)} columns, {count} training examples",
+        expected="a matrix with an inverse",
+        cause="fewer training examples than columns, or parameters that the loss does not depend on, and hardly any damping",
+        next_step=f"set damping to {enough:.3g} or more" if enough > 0 else "look at the data: every gradient is zero",
+    )
+
+
+def require_parameters(flat: Flat, queries: Examples) -> None:
+    """Raises InfluenceError unless the queries are of the parameters that the rows are of."""
+    if flat.shapes == queries.flat.shapes:
+        return
+    names = [name for name in {**flat.shapes, **queries.flat.shapes} if flat.shapes.get(name) != queries.flat.shapes.get(name)]
+    first = names[0] if names else next(iter(flat.shapes))
+    sizes = [None if first not in shapes else list(shapes[first]) for shapes in (flat.shapes, queries.flat.shapes)]
+    raise InfluenceError(
+        f"the queries' gradients are of other parameters than the training examples': {first} is {sizes[1] or 'not among them'}",
+        expected=f"{first} {sizes[0] or 'not among them'}",
+        cause="another model, or another choice of parameters",
+        next_step="choose the same model and parameters, or build the index again",
+    )

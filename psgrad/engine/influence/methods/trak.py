@@ -1,0 +1,54 @@
+"""TRAK: the model as logistic regression on the projected gradients of its margin."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from psgrad.engine.influence.examples import Examples
+from psgrad.engine.influence.index.estimators import RowInfluence
+from psgrad.engine.influence.index.projector import Kind, Projector
+from psgrad.engine.influence.index.rows import RowsInMemory, RowSource
+from psgrad.engine.influence.method import Checkpoint, Fitted, Method
+from psgrad.errors import InfluenceError
+
+
+@dataclass(frozen=True)
+class TRAK(Method):
+    """score = mean_t [-P g_q (F'F + n lam I)^-1 P f_i] * mean_t [1 - p_i], means over checkpoints t.
+
+    f_i is the gradient of a training example's margin, the log odds of its label, F the matrix of all P f_i, P the random projection of
+    the checkpoint, and 1 - p_i, in general, minus the slope of the loss in the margin. With the margin as the query's measurement -g_q
+    is its gradient. Park, Georgiev, Ilyas, Leclerc and Madry, "TRAK: Attributing Model Behavior at Scale" (2023), section 3; the
+    checkpoints of the paper are models trained on random halves of the data. Two things differ: a ridge, without which few checkpoints
+    rank poorly, and the scale, which is kept. F'F leaves out the curvature's weights p (1 - p), as the paper's does, so that scores
+    are too small, the more so the better the examples are learnt.
+
+    Args:
+        dimension: columns of the projection. Where there are no more parameters, nothing is projected.
+        projection: 'sparse', 'rademacher', 'gaussian', 'two-sided' (`dimension` columns for each parameter) or 'none'.
+        seed: of the projection; each checkpoint has its own.
+        damping: lam, in units of F'F / n; None for `relative_damping` times its mean eigenvalue.
+    """
+
+    dimension: int = 2048
+    projection: Kind = "rademacher"
+    seed: int = 0
+    damping: float | None = None
+    relative_damping: float = 0.1
+
+    name = "trak"
+    unit = "predicted {change}, if the training example were removed, but for a factor that TRAK leaves open"
+    predicts_removal = False
+
+    def fit(self, training: Examples, checkpoint: Checkpoint) -> Fitted:
+        projector = Projector(self.projection, self.dimension, self.seed, checkpoint.number, training.params)
+        return self.fit_rows(RowsInMemory(training, projector, "margin"))
+
+    def fit_rows(self, source: RowSource) -> Fitted:
+        """Of rows that are there. Raises InfluenceError for rows of the loss."""
+        if source.of != "margin":
+            raise InfluenceError(
+                "trak needs the gradients of the margin, and the index holds those of the loss",
+                next_step="build the index with features: margin; it answers gradient_dot and the others as well",
+            )
+        return RowInfluence(source, "margin", self.damping, self.relative_damping)

@@ -1,0 +1,264 @@
+"""The index of an influence run: rows of training gradients on the disk, in shards that are whole or not there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from psgrad import __version__
+from psgrad.errors import OutputError, OutputExistsError
+from psgrad.storage import files
+
+DESCRIPTION = "index.json"
+FORMAT = 1
+_MARK = "psgrad influence index"
+_RESUME = "psgrad influence index CONFIG --resume"
+_SHOWN = 6
+
+Arrays = dict[str, np.ndarray]
+
+
+class GradientIndex:
+    """A folder: `index.json`, which says what is in it, and for each checkpoint shards of rows and one file of sums over them.
+
+        index.json
+        checkpoint-000/gradients-00000.safetensors    rows 0, ..., rows_per_shard - 1
+        checkpoint-000/gradients-00001.safetensors    the next ones
+        checkpoint-000/sums.safetensors               written last
+
+    A shard is there under its name when all of it is written and synced, and not before; that is its `written` state. Each file carries
+    the SHA-256 of the description, so that a shard of another index is never taken for one of this.
+
+    Attributes:
+        path: the folder. description: plain values; `rows`, `rows_per_shard` and `checkpoints` are read here, all else is the engine's.
+    """
+
+    def __init__(self, path: Path, description: Mapping[str, Any]) -> None:
+        self.path, self.description = path, dict(description)
+        self._id = sha256(json.dumps(self.description, sort_keys=True).encode()).hexdigest()
+
+    # -- folders -------------------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def create(cls, path: Path, description: Mapping[str, Any], overwrite: bool = False) -> Self:
+        """A new index in a new or empty folder. `overwrite` also takes a folder with an earlier index, and removes that.
+
+        Raises:
+            OutputExistsError: there is an index already, or something that is none.
+            OutputError: the folder can't be written.
+        """
+        try:
+            if path.is_dir() and not set(path.iterdir()) <= set(files.leftovers_of(path / DESCRIPTION)):
+                if not _is_index(path):
+                    raise OutputExistsError(
+                        f"the index folder {path} is not empty and does not hold an index",
+                        expected="a new or empty folder, or the folder of an earlier index",
+                        next_step="choose another influence.index.path",
+                    )
+                if not overwrite:
+                    raise OutputExistsError(
+                        f"the index folder {path} holds an index",
+                        expected="a new or empty folder",
+                        next_step=f"go on with it: {_RESUME}; or replace it with --overwrite",
+                    )
+            elif path.exists() and not path.is_dir():
+                raise OutputExistsError(f"the index {path} is a file", expected="a folder", next_step="choose another influence.index.path")
+            files.make_folder(path, 0o700)  # gradients tell about single training examples
+            index = cls(path, _plain(description))
+            index._remove_files()  # first: an earlier index that lost some is half built, and refused as such
+            head = {"tool": _MARK, "format": FORMAT, "version": __version__}
+            files.write_atomically(path / DESCRIPTION, json.dumps(head | index.description, indent=2, ensure_ascii=False).encode())
+        except OSError as error:
+            raise OutputError(
+                f"the index {path} can't be written: {error.strerror or error}",
+                expected="a place where folders and files can be written",
+                next_step="choose another influence.index.path",
+            ) from error
+        return index
+
+    @classmethod
+    def resume(cls, path: Path, description: Mapping[str, Any]) -> Self:
+        """The index that was begun in this folder, to go on with; a new one where none was begun.
+
+        Raises OutputError where that index is of something else, naming what differs.
+        """
+        if not (path / DESCRIPTION).exists():
+            return cls.create(path, description)
+        index = cls._read(path)
+        index.require(_plain(description))
+        return index
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """An index to ask. Raises OutputError where there is none, or only half of one."""
+        if not (path / DESCRIPTION).exists():
+            raise OutputError(f"there is no index in {path}", next_step="build it: psgrad influence index CONFIG")
+        index = cls._read(path)
+        missing = index.unwritten()
+        if missing:
+            raise OutputError(
+                f"the index {path} is half built: {index.file_count - len(missing)} of {index.file_count} files are written",
+                cause="its building was interrupted, or goes on",
+                next_step=_RESUME,
+            )
+        return index
+
+    @classmethod
+    def _read(cls, path: Path) -> Self:
+        try:
+            content = json.loads((path / DESCRIPTION).read_bytes())
+            if not isinstance(content, dict) or content.pop("tool", None) != _MARK:
+                raise ValueError("it is no index's")
+        except (OSError, ValueError) as error:
+            raise OutputError(
+                f"{path / DESCRIPTION} can't be read: {getattr(error, 'strerror', None) or error}",
+                expected="the description that psgrad wrote when the index was begun",
+                next_step="build the index again in another folder",
+            ) from error
+        if content.pop("format", None) != FORMAT:
+            raise OutputError(
+                f"the index {path} is of another format than {FORMAT}",
+                cause="it was built by another version of psgrad",
+                next_step="build it again with this one",
+            )
+        content.pop("version", None)  # for people
+        return cls(path, content)
+
+    def require(self, expected: Mapping[str, Any]) -> None:
+        """Raises OutputError, naming what differs, unless the description has all these values; it may have more."""
+        different = list(_differences(expected, self.description, ""))
+        if different:
+            more = f", and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
+            names = ", ".join(name for name, _, _ in different[:_SHOWN])
+            first, wanted, found = different[0]
+            raise OutputError(
+                f"the index {self.path} is of something else: {names}{more} differ{'s' if len(different) == 1 else ''}",
+                expected=f"{first}: {_short(wanted)}; the index has {_short(found)}",
+                cause="model, data or settings were changed since it was built",
+                next_step="put them back, or build an index of its own in another folder (influence.index.path), or with --overwrite",
+            )
+
+    # -- shards --------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def shards(self) -> list[range]:
+        """The rows of each shard, the same for every checkpoint."""
+        rows, each = self.description["rows"], self.description["rows_per_shard"]
+        return [range(start, min(start + each, rows)) for start in range(0, rows, each)]
+
+    @property
+    def file_count(self) -> int:
+        """How many files a finished index has beside its description."""
+        return int(self.description["checkpoints"]) * (len(self.shards) + 1)
+
+    def unwritten(self) -> list[tuple[int, int | None]]:
+        """(checkpoint, shard) of what is not written yet, in order; shard None for a checkpoint's sums.
+
+        Raises OutputError for a file that is there and is damaged or another index's.
+        """
+        wanted = [(number, shard) for number in range(self.description["checkpoints"]) for shard in [*range(len(self.shards)), None]]
+        return [(number, shard) for number, shard in wanted if not self._is_written(self.file(number, shard))]
+
+    def file(self, checkpoint: int, shard: int | None) -> Path:
+        name = "sums" if shard is None else f"gradients-{shard:05d}"
+        return self.path / f"checkpoint-{checkpoint:03d}" / f"{name}.safetensors"
+
+    def write(self, checkpoint: int, shard: int | None, arrays: Mapping[str, np.ndarray]) -> None:
+        """Write a shard, or the sums, all at once. Raises OutputError, and leaves no part of it, where the disk is full."""
+        target = self.file(checkpoint, shard)
+        data = save({name: np.ascontiguousarray(array) for name, array in arrays.items()}, metadata={"index": self._id})
+        try:
+            files.make_folder(target.parent)
+            files.write_atomically(target, data)
+            for leftover in files.leftovers_of(target):  # of a process that was killed
+                leftover.unlink()
+        except OSError as error:
+            full = error.errno in files.NO_SPACE
+            raise OutputError(
+                f"{target} can't be written: {error.strerror or error}",
+                expected=f"{len(data):,} free bytes for this file" if full else None,
+                cause="no space; the shards that were written before are whole" if full else None,
+                next_step=f"free some space, then {_RESUME}" if full else "check the folder and its permissions",
+            ) from error
+
+    def read(self, checkpoint: int, shard: int | None) -> Arrays:
+        """All arrays of a file."""
+        path = self.file(checkpoint, shard)
+        with self._opened(path) as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (a handle, no dict)
+
+    def blocks(self, checkpoint: int, most: int) -> Iterator[tuple[int, Arrays]]:
+        """All shards of a checkpoint, `most` rows at a time: (first row, arrays), read through a memory map."""
+        for shard, rows in enumerate(self.shards):
+            with self._opened(self.file(checkpoint, shard)) as file:
+                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+                for start in range(0, len(rows), most):
+                    yield rows.start + start, {name: some[start : min(start + most, len(rows))] for name, some in slices.items()}
+
+    def _is_written(self, path: Path) -> bool:
+        if not path.exists():
+            return False
+        with self._opened(path):
+            return True
+
+    def _opened(self, path: Path) -> Any:
+        try:
+            file: Any = safe_open(path, framework="numpy")
+            own = (file.metadata() or {}).get("index") == self._id
+        except (OSError, SafetensorError) as error:
+            raise OutputError(
+                f"{path} can't be read: {getattr(error, 'strerror', None) or error}",
+                expected="a file that psgrad wrote",
+                cause="the file was cut short or changed",
+                next_step=f"delete it, then {_RESUME}",
+            ) from error
+        if not own:
+            raise OutputError(
+                f"{path} is of another index", cause="it was copied here, or left by one", next_step=f"delete it, then {_RESUME}"
+            )
+        return file
+
+    def _remove_files(self) -> None:
+        """Remove the files of an earlier index, and what a killed process left."""
+        for folder in self.path.glob("checkpoint-*"):
+            for path in [*folder.glob("*.safetensors"), *folder.glob(".*.safetensors.*.tmp")]:
+                path.unlink()
+            if not any(folder.iterdir()):
+                folder.rmdir()
+        for leftover in files.leftovers_of(self.path / DESCRIPTION):
+            leftover.unlink()
+
+
+def _is_index(path: Path) -> bool:
+    try:
+        content = json.loads((path / DESCRIPTION).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and content.get("tool") == _MARK
+
+
+def _plain(description: Mapping[str, Any]) -> dict[str, Any]:
+    """The description as JSON gives it back."""
+    content: dict[str, Any] = json.loads(json.dumps(description, default=str))
+    return content
+
+
+def _differences(expected: Any, found: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
+    """(name, expected, found) of each value that differs, mappings followed by their keys."""
+    if isinstance(expected, Mapping) and isinstance(found, Mapping):
+        for key, value in expected.items():
+            yield from _differences(value, found.get(key), f"{name}.{key}" if name else str(key))
+    elif expected != found:
+        yield name, expected, found
+
+
+def _short(value: Any) -> str:
+    text = value[:16] if isinstance(value, str) else str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

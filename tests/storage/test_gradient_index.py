@@ -1,0 +1,240 @@
+"""The index on the disk: what is written is whole, a kill loses a shard at most, and no index is taken for another."""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from psgrad.errors import OutputError, OutputExistsError
+from psgrad.storage import files
+from psgrad.storage.gradient_index import GradientIndex
+from tests.crashes import Tell, in_a_child, kill_and_resume, points_of
+
+DESCRIPTION: dict[str, Any] = {
+    "rows": 5,
+    "rows_per_shard": 2,
+    "checkpoints": 2,
+    "projection": "sparse",
+    "dtype": "float32",
+    "parameters": {"weight": [3, 2], "bias": [3]},
+    "fingerprint": {"data": "d" * 64, "checkpoints": ["a" * 64, "b" * 64]},
+}
+
+
+def arrays(checkpoint: int, rows: range) -> dict[str, np.ndarray]:
+    found = np.array(rows, dtype=np.float32) + 100 * checkpoint
+    return {"rows": np.stack([found, -found], 1), "loss": found.astype(np.float64)}
+
+
+def fill(index: GradientIndex, tell: Tell = lambda told: None) -> None:
+    for checkpoint, shard in index.unwritten():
+        tell([checkpoint, shard])
+        index.write(checkpoint, shard, {"rows": np.array([5])} if shard is None else arrays(checkpoint, index.shards[shard]))
+
+
+def all_rows(index: GradientIndex, checkpoint: int) -> np.ndarray:
+    return np.concatenate([found["rows"] for _, found in index.blocks(checkpoint, 100)])
+
+
+# Kills -----------------------------------------------------------------------------------------------------------------------------------
+
+
+SMALL = {**DESCRIPTION, "rows": 3, "checkpoints": 1}
+
+
+def go(path: Path, tell: Tell) -> None:
+    fill(GradientIndex.resume(path / "index", SMALL), tell)
+
+
+def check(path: Path, told: list[Any], finished: bool) -> None:
+    if finished:
+        np.testing.assert_array_equal(all_rows(GradientIndex.open(path / "index"), 0), arrays(0, range(3))["rows"])
+        assert not list((path / "index").rglob("*.tmp"))
+        assert len(told) - len({tuple(each) for each in told}) <= 1, "a finished shard was computed again"
+    else:
+        # it may have died between the last file and its own end
+        partial = len(list((path / "index").rglob("*.safetensors"))) < 3
+        with pytest.raises(OutputError, match=r"half built|there is no index") if partial else nullcontext():
+            GradientIndex.open(path / "index")
+
+
+def test_killed_at_every_operation_and_resumed(tmp_path: Path) -> None:
+    points = points_of(go, tmp_path / "undisturbed")
+    for at in range(1, points + 1):
+        assert kill_and_resume(go, check, tmp_path / str(at), [at]) == 1
+
+
+def test_killed_again_and_again(tmp_path: Path) -> None:
+    def is_right_in_the_end(path: Path, told: list[Any], finished: bool) -> None:
+        if finished:
+            np.testing.assert_array_equal(all_rows(GradientIndex.open(path / "index"), 0), arrays(0, range(3))["rows"])
+
+    assert kill_and_resume(go, is_right_in_the_end, tmp_path, [7] * 20) >= 3
+
+
+def test_a_shard_written_in_place_would_be_found(tmp_path: Path) -> None:
+    class InPlace(GradientIndex):
+        def write(self, checkpoint: int, shard: int | None, found: Any) -> None:
+            target = self.file(checkpoint, shard)
+            other = tmp_path / "elsewhere"
+            GradientIndex(other, self.description).write(checkpoint, shard, found)
+            files.make_folder(target.parent)
+            with target.open("wb", buffering=0) as file:
+                files.write_all(file.fileno(), GradientIndex(other, self.description).file(checkpoint, shard).read_bytes())
+
+    def wrong(path: Path, tell: Tell) -> None:
+        fill(InPlace.resume(path / "index", SMALL), tell)
+
+    points = points_of(wrong, tmp_path / "undisturbed")
+
+    def all_kills() -> None:
+        for at in range(1, points + 1):
+            kill_and_resume(wrong, check, tmp_path / str(at), [at])
+
+    with pytest.raises((AssertionError, OutputError), match="can't be read"):
+        all_kills()
+
+
+# Reading ---------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 7])
+def test_blocks_come_in_order_whatever_their_size(tmp_path: Path, most: int) -> None:
+    index = GradientIndex.create(tmp_path, DESCRIPTION)
+    fill(index)
+    starts, found = zip(*[(start, block["rows"]) for start, block in GradientIndex.open(tmp_path).blocks(1, most)], strict=True)
+    np.testing.assert_array_equal(np.concatenate(found), arrays(1, range(5))["rows"])
+    assert list(starts) == [start for rows in index.shards for start in range(rows.start, rows.stop, most)]
+    assert max(map(len, found)) <= most
+
+
+def test_types_are_kept(tmp_path: Path) -> None:
+    index = GradientIndex.create(tmp_path, {**DESCRIPTION, "rows": 2, "checkpoints": 1})
+    given = {name: np.arange(4, dtype=name).reshape(2, 2) for name in ("float64", "float32", "float16", "uint16", "int16")}
+    index.write(0, 0, given | {"columns": np.arange(6.0).reshape(2, 3).T})  # not contiguous
+    found = index.read(0, 0)
+    np.testing.assert_array_equal(found.pop("columns"), np.arange(6.0).reshape(2, 3).T)
+    assert {name: array.dtype.name for name, array in found.items()} == {name: name for name in given}
+
+
+# Refusals --------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_half_built_index_is_refused(tmp_path: Path) -> None:
+    index = GradientIndex.create(tmp_path, DESCRIPTION)
+    index.write(0, 0, arrays(0, index.shards[0]))
+    index.write(0, 2, arrays(0, index.shards[2]))
+    words = f"the index {tmp_path} is half built: 2 of 8 files are written"
+    with pytest.raises(OutputError, match=re.escape(words)) as told:
+        GradientIndex.open(tmp_path)
+    assert "psgrad influence index CONFIG --resume" in str(told.value)
+    assert index.unwritten()[:2] == [(0, 1), (0, None)]
+
+
+def test_no_index_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="there is no index in"):
+        GradientIndex.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"fingerprint": {"data": "e" * 64}}, "fingerprint.data differs"),
+        ({"fingerprint": {"checkpoints": ["a" * 64, "c" * 64]}}, "fingerprint.checkpoints differs"),
+        ({"parameters": {"weight": [3, 4], "bias": [3]}}, "parameters.weight differs"),
+        ({"dtype": "float16", "projection": "none"}, "dtype, projection differ"),
+        ({"seed": 3}, "seed differs"),
+    ],
+)
+def test_another_run_s_index_is_refused(tmp_path: Path, changed: dict[str, Any], named: str) -> None:
+    fill(GradientIndex.create(tmp_path, DESCRIPTION))
+    index = GradientIndex.open(tmp_path)
+    with pytest.raises(OutputError, match=re.escape(f"the index {tmp_path} is of something else: {named}")):
+        index.require(changed)
+    with pytest.raises(OutputError, match="is of something else"):
+        GradientIndex.resume(tmp_path, {**DESCRIPTION, **changed})
+    index.require({"fingerprint": {"data": "d" * 64}})
+    index.require(DESCRIPTION)
+
+
+def test_what_differs_is_shown_beside_what_was_found(tmp_path: Path) -> None:
+    index = GradientIndex.create(tmp_path, DESCRIPTION)
+    with pytest.raises(OutputError, match="dtype: float16; the index has float32"):
+        index.require({"dtype": "float16"})
+
+
+def test_an_index_or_a_stranger_s_folder_is_not_built_over(tmp_path: Path) -> None:
+    fill(GradientIndex.create(tmp_path / "index", DESCRIPTION))
+    with pytest.raises(OutputExistsError, match="holds an index"):
+        GradientIndex.create(tmp_path / "index", DESCRIPTION)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "index.json").write_text(json.dumps({"rows": 3}))
+    for overwrite in (False, True):
+        with pytest.raises(OutputExistsError, match="does not hold an index"):
+            GradientIndex.create(tmp_path / "other", DESCRIPTION, overwrite=overwrite)
+    with pytest.raises(OutputError, match="can't be read: it is no index's"):
+        GradientIndex.resume(tmp_path / "other", DESCRIPTION)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputExistsError, match="is a file"):
+        GradientIndex.create(tmp_path / "file", DESCRIPTION)
+
+
+def test_overwriting_leaves_nothing_of_the_earlier_index(tmp_path: Path) -> None:
+    fill(GradientIndex.create(tmp_path, DESCRIPTION))
+    (tmp_path / "checkpoint-000" / "notes.txt").write_text("a stranger's")
+    index = GradientIndex.create(tmp_path, DESCRIPTION, overwrite=True)
+    assert len(index.unwritten()) == 8
+    assert [file.name for file in tmp_path.rglob("*") if file.is_file()] == ["index.json", "notes.txt"]
+
+
+def test_a_shard_of_another_index_and_one_cut_short_are_refused(tmp_path: Path) -> None:
+    for name, dtype in (("one", "float32"), ("two", "float16")):
+        fill(GradientIndex.create(tmp_path / name, {**DESCRIPTION, "dtype": dtype}))
+    first, second = (tmp_path / name / "checkpoint-001" / "gradients-00001.safetensors" for name in ("one", "two"))
+    whole = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    with pytest.raises(OutputError, match=r"gradients-00001.safetensors is of another index"):
+        GradientIndex.open(tmp_path / "one")
+    first.write_bytes(whole[:-3])
+    with pytest.raises(OutputError, match=r"gradients-00001.safetensors can't be read"):
+        GradientIndex.open(tmp_path / "one")
+    first.write_bytes(whole)
+    GradientIndex.open(tmp_path / "one")
+
+
+def test_a_full_disk_is_told_and_nothing_is_torn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = GradientIndex.create(tmp_path, DESCRIPTION)
+
+    def full(descriptor: int, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "write_all", full)
+        with pytest.raises(OutputError, match="No space left on device") as told:
+            index.write(0, 0, arrays(0, index.shards[0]))
+    assert "free some space, then psgrad influence index CONFIG --resume" in str(told.value)
+    assert len(index.unwritten()) == 8
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_another_format_is_refused(tmp_path: Path) -> None:
+    GradientIndex.create(tmp_path, DESCRIPTION)
+    content = json.loads((tmp_path / "index.json").read_text())
+    (tmp_path / "index.json").write_text(json.dumps({**content, "format": 99}))
+    with pytest.raises(OutputError, match="of another format"):
+        GradientIndex.open(tmp_path)
+
+
+def test_a_child_killed_in_the_middle_of_a_shard_leaves_the_others(tmp_path: Path) -> None:
+    GradientIndex.create(tmp_path, DESCRIPTION)
+    ended = in_a_child(lambda tell: fill(GradientIndex.resume(tmp_path, DESCRIPTION), tell), 12)
+    assert ended.killed
+    left = GradientIndex.resume(tmp_path, DESCRIPTION).unwritten()
+    assert 0 < len(left) < 8
+    assert left[0] == tuple(ended.told[-1])
