@@ -4,6 +4,7 @@ from psgrad.config.evaluation import EvaluationConfig, EvaluationKind, TrainConf
 from psgrad.config.influence import (
     MEASUREMENTS,
     CheckpointConfig,
+    IndexConfig,
     InfluenceConfig,
     MeasurementConfig,
     QueriesConfig,
@@ -41,6 +42,7 @@ __all__ = [
     "EngineConfig",
     "EvaluationConfig",
     "EvaluationKind",
+    "IndexConfig",
     "InfluenceConfig",
     "LossConfig",
     "MeasurementConfig",

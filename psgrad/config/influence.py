@@ -67,6 +67,26 @@ class CheckpointConfig(Section):
         return {"path": value} if isinstance(value, str) else value
 
 
+class IndexConfig(Section):
+    """An index of the training gradients, built once by `psgrad influence index` and asked many times.
+
+    `path` is relative to the current directory, as `output` is. The rest is as in psgrad.engine.influence.index.IndexSpec.
+    """
+
+    path: FilePath
+    dimension: Annotated[int, Field(ge=1)] = 2048
+    projection: Literal["sparse", "rademacher", "gaussian", "two-sided", "none"] = "sparse"
+    seed: Annotated[int, Field(ge=0)] = 0
+    features: Literal["loss", "margin"] = "loss"
+    dtype: Literal["float64", "float32", "float16", "bfloat16"] = "float32"
+    rows_per_shard: Annotated[int, Field(ge=1)] = 4096
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_path(cls, value: object) -> object:
+        return {"path": value} if isinstance(value, str) else value
+
+
 def _measurement_name(value: str) -> str:
     if value in MEASUREMENTS or is_callable_spec(value):
         return value
@@ -113,6 +133,7 @@ class InfluenceConfig(Section):
     layers: Literal["none", "parameter", "module"] = "none"
     # RelatIF: scores divided by the square root of the example's self-influence, or by the norm of its preconditioned gradient.
     normalize: Literal["none", "self_influence", "preconditioned_norm"] = "none"
+    index: IndexConfig | None = None
     # Each training example's influence on itself; auto leaves it out where it would cost a solve an example.
     self_influence: Literal["auto", "always", "never"] = "auto"
     evaluate: EvaluationConfig = Field(default_factory=EvaluationConfig)

@@ -51,7 +51,7 @@ def load_model(
         path = base / config.checkpoint
         note = load_into(model, read_state_dict(path, config.state_dict_key), str(config.checkpoint))
         notes += [note] if note else []
-        sha256 = _checkpoint_hash(path)
+        sha256 = checkpoint_hash(path)
     if trainable is not None:
         choose_trainable(model, trainable, trainable_key)
     _require_usable_parameters(model, config.factory)
@@ -74,7 +74,8 @@ def _built(config: ModelConfig, base: Path) -> nn.Module:
     return model
 
 
-def _checkpoint_hash(path: Path) -> str:
+def checkpoint_hash(path: Path) -> str:
+    """The SHA-256 of a checkpoint: of its file, or of its files' hashes."""
     hashes = [sha256_of(file) for file in checkpoint_files(path)]
     return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
 

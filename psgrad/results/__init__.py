@@ -18,6 +18,7 @@ from psgrad.results.influence import QUERY_COLUMNS as QUERY_COLUMNS
 from psgrad.results.influence import SCORE_COLUMNS as SCORE_COLUMNS
 from psgrad.results.influence import SIGN as SIGN
 from psgrad.results.influence import TRAINING_COLUMNS as TRAINING_COLUMNS
+from psgrad.results.influence import IndexResult as IndexResult
 from psgrad.results.influence import InfluenceResult as InfluenceResult
 from psgrad.results.influence import carriers as carriers
 from psgrad.results.influence import cumulative_influence as cumulative_influence

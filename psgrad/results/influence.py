@@ -130,3 +130,18 @@ def carriers(scores: Array, share: float) -> int:
     """How many of the strongest proponents carry this share of the positive total; 0 where there is none."""
     curve = cumulative_influence(scores)
     return min(int(np.searchsorted(curve, share)) + 1, len(curve))
+
+
+@dataclass(frozen=True)
+class IndexResult:
+    """What `psgrad influence index` built: rows of `columns` numbers for each of `checkpoints`, `size` bytes in `folder`.
+
+    timings: seconds of each phase.
+    """
+
+    folder: Path
+    rows: int
+    columns: int
+    checkpoints: int
+    size: int
+    timings: dict[str, float]

@@ -11,6 +11,7 @@ import pandas as pd
 import torch
 
 from psgrad.config import Config
+from psgrad.engine.influence.index.opened import from_index
 from psgrad.engine.influence.method import Fitted
 from psgrad.engine.influence.scoring import divisor
 from psgrad.engine.influence.screening import Screened, screened
@@ -20,6 +21,7 @@ from psgrad.results import InfluenceResult, Progress
 from psgrad.results.influence import QUERY_COLUMNS, SIGN, TRAINING_COLUMNS, shown_rows
 from psgrad.storage import RunFolder
 from psgrad.workflows.analysis import input_of
+from psgrad.workflows.influence_index import open_index, screened_rows
 from psgrad.workflows.influence_ranking import Rankings, rank
 from psgrad.workflows.influence_setup import InfluenceSetup, Moment, chosen_rows, set_up_influence
 from psgrad.workflows.record import Clock, describe_run, recorded
@@ -42,13 +44,17 @@ def influence(config: Config, *, overwrite: bool = False, matrix: bool = False, 
     with clock("load"):
         setup = set_up_influence(config, warnings)
     run = setup.run
+    store = None if config.influence.index is None else open_index(config, run)
+    if store is not None:
+        setup = replace(setup, method=from_index(setup.method, store))
     with clock("self-check"):
         check = run.self_check(setup.moments[0].training.stream)
     folder = RunFolder.create(config.output, overwrite)
     facts = describe_run("influence", run, check) | described(setup)
     with recorded(folder, facts, clock):
         with clock("screening"):
-            setup, looks = without_nonfinite(setup, warnings)
+            known = None if store is None else screened_rows(store)
+            setup, looks = without_nonfinite(setup, warnings, known)
         with clock("fit"):
             fitted = [setup.method.fit(moment.training, moment.checkpoint) for moment in setup.moments]
         with clock("self-influence"):
@@ -118,12 +124,16 @@ class Looks:
         }
 
 
-def without_nonfinite(setup: InfluenceSetup, say: Callable[[str], None]) -> tuple[InfluenceSetup, Looks]:
+def without_nonfinite(
+    setup: InfluenceSetup, say: Callable[[str], None], known: list[Screened] | None = None
+) -> tuple[InfluenceSetup, Looks]:
     """The setup without the rows whose loss or gradient is not finite at some checkpoint, which are named.
 
-    Raises InfluenceError where nothing is left.
+    known: what an index knows of the training examples; it has no score for such rows, and they are not read again. Raises
+    InfluenceError where nothing is left.
     """
-    looks = Looks([screened(moment.training) for moment in setup.moments], [screened(moment.queries) for moment in setup.moments])
+    training = [screened(moment.training) for moment in setup.moments] if known is None else known
+    looks = Looks(training, [screened(moment.queries) for moment in setup.moments])
     samples = setup.run.samples
     for what, kept, ids in (
         ("training examples", looks.kept, samples.ids),
@@ -141,7 +151,8 @@ def without_nonfinite(setup: InfluenceSetup, say: Callable[[str], None]) -> tupl
             say(f"excluded {len(out):,} of {len(kept):,} {what}, whose loss or gradient is not finite: {named}")
     if looks.kept.all() and looks.asked.all():
         return setup, looks
-    rows, asked = np.flatnonzero(looks.kept), setup.query_rows[looks.asked]
+    rows = np.flatnonzero(looks.kept) if known is None else setup.training_rows
+    asked = setup.query_rows[looks.asked]
     moments = [
         replace(
             moment,
@@ -223,7 +234,7 @@ def training_table(setup: InfluenceSetup, looks: Looks, own: np.ndarray | None, 
 
     def spread(values: np.ndarray) -> np.ndarray:
         column = np.full(len(kept), np.nan)
-        column[kept] = values
+        column[setup.training_rows] = values
         return column
 
     columns = {

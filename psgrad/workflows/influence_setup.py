@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from psgrad.engine.objective import Objective
 from psgrad.errors import ConfigError, DataError
 from psgrad.inputs.data import load_data
 from psgrad.inputs.measurements import Measurement, resolve_measurement
-from psgrad.inputs.models import load_model
+from psgrad.inputs.models import checkpoint_hash, load_model
 from psgrad.inputs.samples import Block, Samples
 from psgrad.workflows.influence_method import method_from
 from psgrad.workflows.setup import CheckedReader, Setup, class_count, set_up
@@ -60,22 +60,46 @@ def set_up_influence(config: Config, say: Callable[[str], None]) -> InfluenceSet
 
     Raises PsgradError for everything that can be wrong with the config, the model, a checkpoint or the data.
     """
-    wanted = config.influence
-    method = method_from(wanted.method, config.base)
-    checkpoints: list[CheckpointConfig | None] = list(wanted.checkpoints) if wanted.checkpoints else [None]
-    run = set_up(_at(config, checkpoints[0]), trainable=wanted.parameters, trainable_key="influence.parameters")
-    measurement = resolve_measurement(wanted.measurement, run.criterion, config.base)
+    method = method_from(config.influence.method, config.base)
+    run = first_run(config)
+    measurement = resolve_measurement(config.influence.measurement, run.criterion, config.base)
     reader, rows = _queries(config, run, measurement)
-    moments = [_moment(run, 0, run.loaded.sha256, checkpoints[0], measurement, reader, rows, say)]
-    for number, checkpoint in enumerate(checkpoints[1:], 1):
-        there = _with_model(run, _at(config, checkpoint))
-        _require_another(moments, there, checkpoint)
-        moments.append(_moment(there, number, there.loaded.sha256, checkpoint, measurement, reader, rows, say))
+    moments: list[Moment] = []
+    for number in range(len(checkpoints_of(config))):
+        there = run if number == 0 else later_run(run, config, number)
+        _require_another(moments, there)
+        moments.append(_moment(there, number, measurement, reader, rows, say))
     return InfluenceSetup(run, method, measurement, moments, reader, rows, np.arange(len(run.samples)))
 
 
-def _at(config: Config, checkpoint: CheckpointConfig | None) -> Config:
+def checkpoints_of(config: Config) -> list[CheckpointConfig | None]:
+    """The checkpoints that a config lists; None stands for the model's own."""
+    return list(config.influence.checkpoints) if config.influence.checkpoints else [None]
+
+
+def first_run(config: Config) -> Setup:
+    """Model, loss and training data at the first checkpoint."""
+    return set_up(_at(config, 0), trainable=config.influence.parameters, trainable_key="influence.parameters")
+
+
+def later_run(run: Setup, config: Config, number: int) -> Setup:
+    """The same with the model of another checkpoint."""
+    there = _at(config, number)
+    loaded = load_model(there.model, config.base, config.influence.parameters, "influence.parameters")
+    model = loaded.model.to(run.device, run.dtype)
+    objective = Objective(model, run.criterion.function, run.objective.summary, autocast=run.objective.autocast)
+    return replace(run, config=there, loaded=loaded, model=model, objective=objective)
+
+
+def sha256_at(config: Config, number: int) -> str | None:
+    """The hash of a checkpoint's file; None where the weights are those that the factory gave."""
+    path = _at(config, number).model.checkpoint
+    return None if path is None else checkpoint_hash(config.base / path)
+
+
+def _at(config: Config, number: int) -> Config:
     """The config with this checkpoint in the model's place."""
+    checkpoint = checkpoints_of(config)[number]
     if checkpoint is None:
         return config
     there = config.model_copy(update={"model": config.model.model_copy(update={"checkpoint": checkpoint.path})})
@@ -83,19 +107,11 @@ def _at(config: Config, checkpoint: CheckpointConfig | None) -> Config:
     return there
 
 
-def _with_model(run: Setup, config: Config) -> Setup:
-    """The same run with the model of another config."""
-    loaded = load_model(config.model, config.base, config.influence.parameters, "influence.parameters")
-    model = loaded.model.to(run.device, run.dtype)
-    objective = Objective(model, run.criterion.function, run.objective.summary, autocast=run.objective.autocast)
-    return Setup(config, run.device, run.dtype, loaded, run.criterion, run.samples, model, objective, run.reader, run.first_output)
-
-
-def _require_another(moments: list[Moment], run: Setup, checkpoint: CheckpointConfig | None) -> None:
+def _require_another(moments: list[Moment], run: Setup) -> None:
     same = next((moment for moment in moments if moment.sha256 == run.loaded.sha256), None)
-    if same is not None and checkpoint is not None:
+    if same is not None:
         raise ConfigError(
-            f"the checkpoints {same.path} and {checkpoint.path} hold the same bytes",
+            f"the checkpoints {same.path} and {run.config.model.checkpoint} hold the same bytes",
             expected="each checkpoint once",
             cause="one file under two names, or a training run that did not train in between",
             next_step="leave one of them out of influence.checkpoints; it would count double",
@@ -103,23 +119,16 @@ def _require_another(moments: list[Moment], run: Setup, checkpoint: CheckpointCo
 
 
 def _moment(
-    run: Setup,
-    number: int,
-    sha256: str | None,
-    checkpoint: CheckpointConfig | None,
-    measurement: Measurement,
-    reader: CheckedReader,
-    rows: np.ndarray,
-    say: Callable[[str], None],
+    run: Setup, number: int, measurement: Measurement, reader: CheckedReader, rows: np.ndarray, say: Callable[[str], None]
 ) -> Moment:
     options = run.stream_options(say)
     training = Examples(run.objective, run.reader, len(run.samples), options)
     summary = summary_for(run.criterion.kind, run.criterion.ignore_index) if measurement.criterion.kind != "custom" else None
     measured = Objective(run.model, measurement.criterion.function, summary, autocast=run.objective.autocast)
     queries = Examples(measured, chosen_rows(reader, rows), len(rows), options)
-    path = run.config.model.checkpoint
+    checkpoint, path = checkpoints_of(run.config)[number], run.config.model.checkpoint
     learning_rate = None if checkpoint is None else checkpoint.learning_rate
-    return Moment(Checkpoint(number, learning_rate, say), training, queries, None if path is None else str(path), sha256)
+    return Moment(Checkpoint(number, learning_rate, say), training, queries, None if path is None else str(path), run.loaded.sha256)
 
 
 def _queries(config: Config, run: Setup, measurement: Measurement) -> tuple[CheckedReader, np.ndarray]:

@@ -1,0 +1,105 @@
+"""`psgrad influence index`: the training gradients on the disk, built once, to be asked many times."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from psgrad.config import Config, IndexConfig
+from psgrad.engine.influence.examples import Examples
+from psgrad.engine.influence.index.build import build_index
+from psgrad.engine.influence.index.spec import IndexSpec, describe
+from psgrad.engine.influence.index.stored import StoredRows
+from psgrad.engine.influence.screening import Screened
+from psgrad.errors import ConfigError
+from psgrad.results import IndexResult, Progress
+from psgrad.storage.gradient_index import GradientIndex
+from psgrad.workflows.influence_setup import first_run, later_run, sha256_at
+from psgrad.workflows.record import Clock
+from psgrad.workflows.setup import Setup
+
+Say = Callable[[Progress], None]
+
+
+def influence_index(config: Config, *, resume: bool = False, overwrite: bool = False, progress: Say = lambda _: None) -> IndexResult:
+    """Build the index that a config describes, or go on with one that was interrupted: the whole of `psgrad influence index`.
+
+    Raises PsgradError for everything that can be wrong with the config, the model, the data or the disk. Shards that are finished by
+    then stay, and `resume` goes on behind them.
+    """
+    wanted = require_index(config)
+    clock = Clock()
+
+    def say(message: str) -> None:
+        progress(Progress(0, 0, "index", message))
+
+    with clock("load"):
+        run = first_run(config)
+        description = described_index(config, run)
+    store = GradientIndex.resume(wanted.path, description) if resume else GradientIndex.create(wanted.path, description, overwrite)
+
+    def load(number: int) -> Examples:
+        there = run if number == 0 else later_run(run, config, number)
+        return Examples(there.objective, run.reader, len(run.samples), there.stream_options(say))
+
+    with clock("gradients"):
+        build_index(store, load, say=say, progress=lambda done, of: progress(Progress(done, of, "index", unit="training example")))
+    size = sum(file.stat().st_size for file in store.path.rglob("*.safetensors"))
+    return IndexResult(store.path, len(run.samples), int(description["columns"]), int(description["checkpoints"]), size, clock.seconds)
+
+
+def require_index(config: Config) -> IndexConfig:
+    """The index that a config describes. Raises ConfigError where there is none."""
+    if config.influence.index is None:
+        raise ConfigError(
+            "the config has no influence.index",
+            expected="where the index is to be, and what it holds: influence: {index: {path: runs/my-index}}",
+        )
+    return config.influence.index
+
+
+def open_index(config: Config, run: Setup) -> GradientIndex:
+    """The finished index of a config. Raises OutputError where it is not there, half built, or of another model, data or settings."""
+    store = GradientIndex.open(require_index(config).path)
+    store.require(described_index(config, run))
+    return store
+
+
+def described_index(config: Config, run: Setup) -> dict[str, Any]:
+    """What the index of this config says of itself: two that say the same hold the same rows."""
+    wanted = require_index(config)
+    spec = IndexSpec(**wanted.model_dump(exclude={"path"}))
+    count = len(config.influence.checkpoints or [None])
+    fingerprint: Mapping[str, Any] = {
+        "data": run.samples.fingerprint,
+        "checkpoints": [sha256_at(config, number) or weights_hash(run) for number in range(count)],
+        "factory": config.model.factory,
+        "kwargs": config.model.kwargs,
+        "mode": config.model.mode,
+        "loss": config.loss.model_dump(mode="json"),
+        "dtype": config.engine.dtype,
+    }
+    training = Examples(run.objective, run.reader, len(run.samples))
+    return describe(spec, training, fingerprint, count)
+
+
+def weights_hash(run: Setup) -> str:
+    """A hash of the weights that the factory gave, for a model without a checkpoint."""
+    found = hashlib.sha256()
+    for name, value in run.model.state_dict().items():
+        found.update(name.encode())
+        found.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def screened_rows(store: GradientIndex) -> list[Screened]:
+    """What an index knows of each training example, checkpoint by checkpoint."""
+    found = []
+    for number in range(store.description["checkpoints"]):
+        blocks = [(block.finite, block.loss, block.square_norm) for block in StoredRows(store, number).blocks()]
+        finite, losses, squares = (torch.cat(parts) for parts in zip(*blocks, strict=True))
+        found.append(Screened(finite, losses.numpy(), squares.sqrt().numpy(), {}))
+    return found
