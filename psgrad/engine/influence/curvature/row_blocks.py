@@ -1,0 +1,176 @@
+"""Rows of a curvature matrix for a chunk of samples, kept as factors or written out, and their products with a block of vectors.
+
+Rows of one sample are gradients at the same activations: of a matrix product they share one factor, and what a vector makes of that
+factor is computed once for all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from psgrad.engine.gradients.placed import DeferredGradient, oriented
+from psgrad.engine.gradients.terms import Product
+
+# Factors take less room than rows written out, and need not be converted: they may cost so much more work.
+_WORTH = 2
+
+
+class Part(ABC):
+    """The rows of n samples, R each, in one parameter. Blocks of k vectors come with the vectors along the last axis.
+
+    form: parts of one form arrange alike. samples: n. bytes: what is kept.
+    """
+
+    form: str
+    samples: int
+    bytes: int
+
+    @abstractmethod
+    def arrange(self, block: torch.Tensor) -> torch.Tensor:
+        """[numel, k] in the order in which `inner` wants it."""
+
+    @abstractmethod
+    def restore(self, total: torch.Tensor) -> torch.Tensor:
+        """What was arranged, as [numel, k]."""
+
+    @abstractmethod
+    def inner(self, block: torch.Tensor, samples: slice) -> torch.Tensor:
+        """[n * R, k]: each row's inner product with each vector, of a block that was arranged."""
+
+    @abstractmethod
+    def add_back(self, total: torch.Tensor, weights: torch.Tensor, samples: slice) -> None:
+        """Add the sums over rows, each times its weights [n * R, k], to `total`, which is arranged."""
+
+    @abstractmethod
+    def diagonal(self) -> torch.Tensor:
+        """[numel] float64: the sum over rows of the squares of their elements."""
+
+    @abstractmethod
+    def room(self, vectors: int) -> int:
+        """Numbers that a product makes for one sample."""
+
+
+@dataclass(frozen=True)
+class Written(Part):
+    """rows: [n, R, numel]"""
+
+    rows: torch.Tensor
+
+    form = "written"
+
+    @property
+    def samples(self) -> int:  # type: ignore[override]
+        return self.rows.shape[0]
+
+    @property
+    def bytes(self) -> int:  # type: ignore[override]
+        return self.rows.numel() * self.rows.element_size()
+
+    def arrange(self, block: torch.Tensor) -> torch.Tensor:
+        return block
+
+    def restore(self, total: torch.Tensor) -> torch.Tensor:
+        return total
+
+    def inner(self, block: torch.Tensor, samples: slice) -> torch.Tensor:
+        return self.rows[samples].flatten(0, 1).to(block.dtype) @ block
+
+    def add_back(self, total: torch.Tensor, weights: torch.Tensor, samples: slice) -> None:
+        total.addmm_(self.rows[samples].flatten(0, 1).to(weights.dtype).t(), weights)
+
+    def diagonal(self) -> torch.Tensor:
+        total = self.rows.new_zeros(self.rows.shape[2], dtype=torch.float64)
+        for sample in self.rows:
+            total += sample.double().square().sum(0)
+        return total
+
+    def room(self, vectors: int) -> int:
+        return self.rows.shape[1] * self.rows.shape[2]
+
+
+@dataclass(frozen=True)
+class Shared(Part):
+    """Rows that are sums over positions of outer products, one factor of which is the same for all rows of a sample.
+
+    own: [n, R, t, a]. shared: [n, t, b]. transposed: whether the parameter is [b, a], not [a, b].
+    """
+
+    own: torch.Tensor
+    shared: torch.Tensor
+    transposed: bool
+
+    @property
+    def form(self) -> str:  # type: ignore[override]
+        return "shared right" if self.transposed else "shared left"
+
+    @property
+    def samples(self) -> int:  # type: ignore[override]
+        return self.own.shape[0]
+
+    @property
+    def bytes(self) -> int:  # type: ignore[override]
+        return (self.own.numel() + self.shared.numel()) * self.own.element_size()
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        return self.own.shape[3], self.shared.shape[2]
+
+    def arrange(self, block: torch.Tensor) -> torch.Tensor:
+        a, b = self._sizes
+        block = block.reshape(b, a, -1) if self.transposed else block.reshape(a, b, -1).transpose(0, 1)
+        return block.reshape(b, -1)  # [b, a * k]
+
+    def restore(self, total: torch.Tensor) -> torch.Tensor:
+        a, b = self._sizes
+        total = total.reshape(b, a, -1)
+        return (total if self.transposed else total.transpose(0, 1)).reshape(a * b, -1)
+
+    def inner(self, block: torch.Tensor, samples: slice) -> torch.Tensor:
+        own, shared = self.own[samples].to(block.dtype), self.shared[samples].to(block.dtype)
+        n, _, positions, a = own.shape
+        moved = (shared.flatten(0, 1) @ block).reshape(n, positions * a, -1)
+        return torch.bmm(own.flatten(2), moved).flatten(0, 1)
+
+    def add_back(self, total: torch.Tensor, weights: torch.Tensor, samples: slice) -> None:
+        own, shared = self.own[samples].to(weights.dtype), self.shared[samples].to(weights.dtype)
+        n, rows, positions, _ = own.shape
+        moved = torch.bmm(own.flatten(2).transpose(1, 2), weights.reshape(n, rows, -1))  # [n, t * a, k]
+        total.addmm_(shared.flatten(0, 1).t(), moved.reshape(n * positions, -1))
+
+    def diagonal(self) -> torch.Tensor:
+        a, b = self._sizes
+        if self.own.shape[2] == 1:
+            total = self.own.squeeze(2).double().square().sum(1).t() @ self.shared.squeeze(1).double().square()
+            return total.t() if self.transposed else total
+        total = self.own.new_zeros(a, b, dtype=torch.float64)
+        for own, shared in zip(self.own, self.shared, strict=True):
+            total += torch.matmul(own.double().transpose(1, 2), shared.double()).square().sum(0)
+        return total.t() if self.transposed else total
+
+    def room(self, vectors: int) -> int:
+        return 2 * self.own.shape[2] * self.own.shape[3] * vectors
+
+
+def part_of(gradient: DeferredGradient, rows: int) -> Part:
+    """Gradients of n * R losses, the R of one sample next to one another, in the form that products with vectors are cheapest in."""
+    term = oriented(gradient.terms[0]) if len(gradient.terms) == 1 else None
+    shared = _shared(term, rows) if isinstance(term, Product) and term.shape[0] == 1 else None
+    if shared is not None:
+        return shared
+    value = gradient.materialise()
+    return Written(value.reshape(-1, rows, math.prod(gradient.shape)))
+
+
+def _shared(term: Product, rows: int) -> Shared | None:
+    """The term with the factor that rows have in common kept once; None where they have none, or written out it is less work."""
+    left, right = (factor.squeeze(1).unflatten(0, (-1, rows)) for factor in term.factors)  # [n, R, t, a], [n, R, t, b]
+    positions, a, b = left.shape[2], left.shape[3], right.shape[3]
+    for own, shared, transposed in ((left, right, False), (right, left, True)):
+        work = positions * (a * b + rows * own.shape[3])
+        if work <= _WORTH * rows * a * b and bool((shared == shared[:, :1]).all()):
+            return Shared(own, shared[:, 0].clone(), transposed)
+    return None

@@ -1,0 +1,153 @@
+"""Conjugate gradients for many right-hand sides at once, which share one Krylov space, so that all profit from each one's products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from psgrad.engine.gradients.memory import free_memory
+from psgrad.engine.influence.curvature.spectrum import extremes, random_block
+from psgrad.engine.influence.solvers.preconditioner import Preconditioner
+from psgrad.engine.influence.solvers.refusals import ROUNDING, assert_finite, negative_curvature, not_finite
+
+Apply = Callable[[torch.Tensor], torch.Tensor]
+
+# Blocks of vectors that are alive at once, and the share of the free memory that they may take.
+_ALIVE, _SHARE = 10, 4
+# A restart that gains less than that factor is the last.
+_GAIN = 0.5
+
+
+def conjugate_gradient(
+    apply: Apply,
+    rhs: torch.Tensor,
+    *,
+    tolerance: float = 1e-6,
+    iterations: int = 200,
+    preconditioner: Preconditioner | None = None,
+    block: int | None = None,
+    spectrum: bool = True,
+    say: Callable[[str], None] = lambda _: None,
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Solve A x = b for each of k right-hand sides, A symmetric positive definite.
+
+    Args:
+        apply: A times each of some vectors, [k, p] to [k, p] float64; the damping is A's.
+        rhs: [k, p].
+        tolerance: of |b - A x| / |b|, for every right-hand side, computed anew from x at the end.
+        iterations: at most, for each block of right-hand sides.
+        preconditioner: P, near A; None for none.
+        block: so many right-hand sides at a time; None for as many as fit in memory.
+        spectrum: whether A's extreme eigenvalues are looked for first, for some tens of products with one vector.
+        say: told when the tolerance is not reached.
+
+    Returns x [k, p] float64 and facts: iterations, products (with one vector), relative_residual_max and _median, converged, unconverged
+    (how many right-hand sides), preconditioner, and with `spectrum` ritz_min and ritz_max, A's extreme eigenvalues, about.
+
+    Raises InfluenceError where A is found not to be positive definite, with the damping that would make it, and where numbers are not
+    finite. O'Leary, "The block conjugate gradient algorithm and related methods" (1980), in the form that stays stable when residuals
+    become dependent: Dubrulle, "Retooling the method of block conjugate gradients" (2001), algorithm BCGrQ.
+    """
+    rhs = rhs.double()
+    assert_finite(rhs)
+    run = _Run(apply, tolerance, iterations, preconditioner)
+    ritz = extremes(apply, random_block(1, rhs.shape[1], seed=0, device=rhs.device)[0]) if spectrum else None
+    if ritz is not None and float(ritz.values[0]) < -ROUNDING * float(ritz.values[-1].abs()):
+        raise negative_curvature(ritz)
+    size = block or max(1, min(len(rhs), free_memory(rhs.device) // (_SHARE * _ALIVE * 8 * rhs.shape[1])))
+    x = torch.cat([run.solve(part) for part in rhs.split(size)]) if len(rhs) else rhs.clone()
+    residuals = torch.cat(run.residuals) if run.residuals else rhs.new_zeros(1)
+    unconverged = int((residuals > tolerance).sum())
+    facts = {
+        "iterations": run.iterations,
+        "products": run.products,
+        "relative_residual_max": float(residuals.max()),
+        "relative_residual_median": float(residuals.median()),
+        "converged": unconverged == 0,
+        "unconverged": unconverged,
+        "preconditioner": preconditioner.name if preconditioner is not None else "none",
+    }
+    if ritz is not None:
+        facts |= {"ritz_min": float(ritz.values[0]), "ritz_max": float(ritz.values[-1])}
+    if unconverged:
+        say(
+            f"conjugate gradients did not converge: after {run.iterations} iterations the relative residual of {unconverged} of {len(rhs)} "
+            f"right-hand sides is above {tolerance:g}, of the worst {float(residuals.max()):.2g}; raise iterations, or the damping"
+        )
+    return x, facts
+
+
+@dataclass
+class _Run:
+    """What the blocks of right-hand sides of one call have in common, and what was seen of A."""
+
+    apply: Apply
+    tolerance: float
+    most: int
+    preconditioner: Preconditioner | None
+    iterations: int = 0
+    products: int = 0
+    residuals: list[torch.Tensor] = field(default_factory=list)
+
+    def solve(self, rhs: torch.Tensor) -> torch.Tensor:
+        """[k, p]: restarted from the true residual until that is small enough, gains no more, or iterations are used up."""
+        size = torch.linalg.vector_norm(rhs, dim=1)
+        scale = torch.where(size > 0, size, 1.0).unsqueeze(1)
+        x, residual, left = torch.zeros_like(rhs), rhs / scale, self.most
+        relative = torch.linalg.vector_norm(residual, dim=1)
+        while bool((relative > self.tolerance).any()) and left > 0:
+            step, used = self._search(residual, left)
+            left -= used
+            candidate = x + step
+            residual = rhs / scale - self._times(candidate)
+            again = torch.linalg.vector_norm(residual, dim=1)
+            if not bool(torch.isfinite(again).all()):
+                raise not_finite()
+            gained = bool((again.max() <= _GAIN * relative.max()).item())
+            x, relative = candidate, again
+            if not gained:
+                break
+        self.iterations = max(self.iterations, self.most - left)
+        self.residuals.append(relative)
+        return x * scale
+
+    def _search(self, residual: torch.Tensor, most: int) -> tuple[torch.Tensor, int]:
+        """The correction [k, p] for residuals [k, p], and the iterations that it took. Inside, vectors are columns."""
+        basis, coefficients = torch.linalg.qr(self._root(residual, -0.5).t())
+        directions, x = basis, torch.zeros_like(residual).t()
+        used, searching = 0, True
+        while searching and used < most:
+            products = self._root(self._times(self._root(directions.t(), -0.5)), -0.5).t()
+            core = self._inverse(directions.t() @ products, directions)
+            x = x + directions @ (core @ coefficients)
+            basis, change = torch.linalg.qr(basis - products @ core)
+            directions = basis + directions @ change.t()
+            coefficients = change @ coefficients
+            left = torch.linalg.vector_norm(self._root((basis @ coefficients).t(), 0.5), dim=1)
+            used, searching = used + 1, bool((left > self.tolerance / 2).any())
+        return self._root(x.t(), -0.5), used
+
+    def _times(self, block: torch.Tensor) -> torch.Tensor:
+        self.products += len(block)
+        return self.apply(block)
+
+    def _root(self, block: torch.Tensor, power: float) -> torch.Tensor:
+        return block if self.preconditioner is None else self.preconditioner.root(block, power)
+
+    def _inverse(self, core: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
+        """[k, k]: the inverse of S'AS for directions S [p, k], which is positive definite where A is."""
+        core = (core + core.t()) / 2
+        factor, failed = torch.linalg.cholesky_ex(core)
+        if not int(failed):
+            return torch.cholesky_inverse(factor)
+        if not bool(torch.isfinite(core).all()):
+            raise not_finite()
+        values, vectors = torch.linalg.eigh(core)
+        rounding = torch.finfo(core.dtype).eps * len(core) * float(values.abs().max())
+        if float(values[0]) < -rounding:
+            start = self._root((directions @ vectors[:, :1]).t(), -0.5)[0]
+            raise negative_curvature(extremes(self.apply, start))
+        return (vectors / values.clamp_min(rounding)) @ vectors.t()  # directions of a right-hand side that is solved already

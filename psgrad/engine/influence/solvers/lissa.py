@@ -1,0 +1,86 @@
+"""LiSSA: the inverse as a series, one product with the matrix a term."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from psgrad.engine.influence.curvature.spectrum import extremes, random_block
+from psgrad.engine.influence.solvers.refusals import ROUNDING, assert_finite, negative_curvature
+from psgrad.errors import InfluenceError
+
+Apply = Callable[[torch.Tensor], torch.Tensor]
+
+# What the scale is above the estimated largest eigenvalue, which Lanczos finds from below.
+_MARGIN = 1.05
+# The residual is looked at every so many terms, and when it has grown by that factor the series diverges.
+_LOOK, _GROWTH = 10, 100.0
+
+
+def lissa(
+    apply: Apply,
+    rhs: torch.Tensor,
+    *,
+    tolerance: float = 1e-6,
+    iterations: int = 5000,
+    scale: float | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Solve A x = b for k right-hand sides by x <- x + (b - A x) / scale, A symmetric positive definite.
+
+    Args:
+        apply: A with its damping times each of some vectors, [k, p] to [k, p] float64.
+        rhs: [k, p].
+        tolerance: of |b - A x| / |b|, for every right-hand side. iterations: at most.
+        scale: above half of A's largest eigenvalue; None for a little more than the largest that Lanczos finds.
+        say: told when the tolerance is not reached.
+
+    Returns x [k, p] float64 and facts: iterations, relative_residual_max and _median (of the x returned), converged, unconverged,
+    scale, ritz_min, ritz_max. It takes about log(1 / tolerance) times A's condition number in products, and no randomness: the terms are
+    those of Agarwal, Bullins and Hazan, "Second-order stochastic optimization for machine learning in linear time" (2017), with the
+    whole training set in each. With A = H + lam I, x / scale is the x of x <- b + (1 - d) x - H x / scale in Koh and Liang (2017) for
+    the damping lam = scale * d: here it is lam that is given.
+
+    Raises InfluenceError where the series diverges, or A is found not to be positive definite.
+    """
+    rhs = rhs.double()
+    assert_finite(rhs)
+    ritz = extremes(apply, random_block(1, rhs.shape[1], seed=0, device=rhs.device)[0])
+    lowest, highest = float(ritz.values[0]), float(ritz.values[-1])
+    if lowest < -ROUNDING * abs(highest):
+        raise negative_curvature(ritz)
+    scale = _MARGIN * (highest + float(ritz.bounds[-1])) if scale is None else scale
+    size = torch.linalg.vector_norm(rhs, dim=1)
+    size = torch.where(size > 0, size, 1.0)
+    x, residual, used = torch.zeros_like(rhs), rhs, 0
+    relative = torch.linalg.vector_norm(residual, dim=1) / size
+    while used < iterations and bool((relative > tolerance).any()):
+        x = x + residual / scale
+        residual = rhs - apply(x)
+        used += 1
+        relative = torch.linalg.vector_norm(residual, dim=1) / size
+        if used % _LOOK == 0 and not bool((relative < _GROWTH).all()):
+            raise InfluenceError(
+                f"LiSSA diverges: after {used} iterations the relative residual is {float(relative.max()):.3g}",
+                expected=f"a scale above half the largest eigenvalue, which is about {highest:.3g}; it is {scale:.3g}",
+                next_step="leave out the scale; or solver: conjugate_gradient, which needs none",
+            )
+    unconverged = int((relative > tolerance).sum())
+    if unconverged:
+        say(
+            f"LiSSA did not converge: after {used} iterations the relative residual of {unconverged} of {len(rhs)} right-hand sides is "
+            f"above {tolerance:g}, of the worst {float(relative.max()):.2g}; solver: conjugate_gradient takes far fewer products"
+        )
+    facts = {
+        "iterations": used,
+        "relative_residual_max": float(relative.max()) if len(relative) else 0.0,
+        "relative_residual_median": float(relative.median()) if len(relative) else 0.0,
+        "converged": unconverged == 0,
+        "unconverged": unconverged,
+        "scale": scale,
+        "ritz_min": lowest,
+        "ritz_max": highest,
+    }
+    return x, facts
