@@ -163,5 +163,5 @@ def test_a_method_of_ones_own_is_a_class(tmp_path: Path) -> None:
     )
     method: Any = method_from(MethodConfig(name="own.py:Twice", factor=3.0), tmp_path)  # type: ignore[call-arg]
     assert method.factor == 3.0
-    with pytest.raises(ConfigError, match="influence.method: own.py:number is no method"):
+    with pytest.raises(ConfigError, match=r"influence.method: own.py:number is no method"):
         method_from(MethodConfig(name="own.py:number"), tmp_path)

@@ -54,7 +54,7 @@ def influence(config: Config, *, overwrite: bool = False, matrix: bool = False, 
     with recorded(folder, facts, clock):
         with clock("screening"):
             known = None if store is None else screened_rows(store)
-            setup, looks = without_nonfinite(setup, warnings, known)
+            setup, looks = without_nonfinite(setup, known, warnings)
         with clock("fit"):
             fitted = [setup.method.fit(moment.training, moment.checkpoint) for moment in setup.moments]
         with clock("self-influence"):
@@ -124,9 +124,7 @@ class Looks:
         }
 
 
-def without_nonfinite(
-    setup: InfluenceSetup, say: Callable[[str], None], known: list[Screened] | None = None
-) -> tuple[InfluenceSetup, Looks]:
+def without_nonfinite(setup: InfluenceSetup, known: list[Screened] | None, say: Callable[[str], None]) -> tuple[InfluenceSetup, Looks]:
     """The setup without the rows whose loss or gradient is not finite at some checkpoint, which are named.
 
     known: what an index knows of the training examples; it has no score for such rows, and they are not read again. Raises
