@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from psgrad import __version__
 from psgrad.cli.analyze import analyze
 from psgrad.cli.dp_audit import dp_audit
 from psgrad.cli.dp_step import dp_step
+from psgrad.cli.influence import influence, influence_index
 from psgrad.cli.ops import ops
 from psgrad.cli.plan import plan
 
+
+class _Commands(TyperGroup):
+    """Commands of one word or of two: `psgrad influence CONFIG` beside `psgrad influence index CONFIG`."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        two = " ".join(args[:2])
+        if two in self.commands:
+            return two, self.commands[two], args[2:]
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
     name="psgrad",
+    cls=_Commands,
     help="Look at a PyTorch model one training example at a time.",
     epilog="Exit codes: 0 ok, 1 a gate failed, 2 usage or config, 3 model, data or runtime, 4 a gate could not be evaluated, "
     "130/143 interrupted.",
@@ -26,6 +40,8 @@ app.command()(analyze)
 app.command()(plan)
 app.command("dp-step")(dp_step)
 app.command("dp-audit")(dp_audit)
+app.command()(influence)
+app.command("influence index")(influence_index)
 app.command()(ops)
 
 

@@ -10,11 +10,11 @@ import pandas as pd
 
 from psgrad.reports.drawing import Plot
 from psgrad.reports.influence_sheets import DIFFERS_NOTE, MAX_SHEETS, PER_SIDE
-from psgrad.reports.influence_words import Example, examples, method_words, query_example, query_title, signed, unit_words
+from psgrad.reports.influence_words import Example, examples, method_words, query_example, query_title, reported_queries, signed, unit_words
 from psgrad.reports.page import FACT_LIMIT, at, excerpt, facts_of, notes_of, picture_uri, plot_uri, templates, title_of
 from psgrad.reports.plots import PICTURE_NOTE
 from psgrad.reports.words import brief, identifier, label, number
-from psgrad.results import ALL_INDEX, SIGN, InfluenceResult, disagrees, has_classes, shown_queries
+from psgrad.results import ALL_INDEX, SIGN, InfluenceResult, disagrees, has_classes
 
 # Every part of the page is bounded, so that the page is: 90 pictures of noise are about 1.5 MB.
 PICTURE_SIDE = 64
@@ -65,7 +65,7 @@ class Sheet:
 def render_influence(result: InfluenceResult, plots: Sequence[Plot]) -> str:
     """The report as HTML. All text from the config, the data and the model is escaped."""
     training, queries = result.training, result.queries
-    sheets = [_sheet(result, query) for query in (ALL_INDEX, *shown_queries(queries, MAX_SHEETS))]
+    sheets = [_sheet(result, query) for query in reported_queries(result, MAX_SHEETS)]
     return templates.get_template("influence.html").render(
         title=title_of(result.manifest, "Which training examples made the model do this?"),
         headline=_headline(result),
@@ -77,6 +77,7 @@ def render_influence(result: InfluenceResult, plots: Sequence[Plot]) -> str:
         warnings=[brief(str(warning), FACT_LIMIT) for warning in result.warnings[:MAX_WARNINGS]],
         warning_count=len(result.warnings),
         sheets=sheets,
+        single=sum(sheet.query is not None for sheet in sheets),
         scored=int((queries["status"] == "ok").sum()),
         notes_on_sheets=f"{DIFFERS_NOTE} {PICTURE_NOTE if any(sheet.pictures for sheet in sheets) else ''}",
         figures=[(plot, plot_uri(plot)) for plot in plots if not plot.name.endswith("_sheet")],
@@ -131,7 +132,7 @@ def _own(row: Mapping[Hashable, Any], class_names: list[str] | None) -> dict[str
         "prediction": label(row.get("prediction"), class_names),
         "differs": row["differs"],
         "loss": number(row["loss"]),
-        "self_influence": signed(row["self_influence"]),
+        "self_influence": number(row["self_influence"]),
         "overall": signed(row.get("overall", float("nan"))),
     }
 

@@ -10,7 +10,7 @@ from matplotlib.ticker import FuncFormatter
 
 from psgrad.reports.drawing import DARK, INK, QUIET, REST, REVIEW, Array, Plot, figure_with_axes, name_rows, say_empty
 from psgrad.reports.influence_sheets import draw_sheets
-from psgrad.reports.influence_words import query_name, unit_words
+from psgrad.reports.influence_words import query_name, reported_queries, unit_words
 from psgrad.reports.words import count, shorten
 from psgrad.results import ALL_INDEX, SIGN, InfluenceResult, carriers, cumulative_influence, disagrees
 
@@ -32,8 +32,9 @@ def draw_influence_plots(result: InfluenceResult) -> list[Plot]:
 
 def columns_of(result: InfluenceResult) -> dict[int, Array]:
     """The scores that can be drawn as a whole: those for all queries together, and those of the first few; without excluded rows."""
-    columns = {ALL_INDEX: result.training["overall"].to_numpy(float)} if "overall" in result.training else {}
-    columns |= dict(list(result.shown.items())[: MAX_ROWS - len(columns)])
+    queries = reported_queries(result, MAX_ROWS - 1)
+    columns = {ALL_INDEX: result.training["overall"].to_numpy(float)} if ALL_INDEX in queries else {}
+    columns |= {query: result.shown[query] for query in queries if query in result.shown}
     return {query: values[np.isfinite(values)] for query, values in columns.items()}
 
 
@@ -73,7 +74,9 @@ def cumulative(result: InfluenceResult) -> Plot:
     """A line a query: which share of the positive total its 1, 2, ... strongest proponents carry."""
     figure, axes = figure_with_axes(3.8)
     columns = {query: values for query, values in columns_of(result).items() if (values > 0).any()}
-    caption = "How concentrated the help is: the share of the sum of all positive scores. Dots: half of it, and nine tenths. "
+    caption = (
+        "How few examples carry the help: the strongest proponents' share of the sum of positive scores. Dots: half, and nine tenths. "
+    )
     if not columns:
         say_empty(axes, "no score above zero")
         return Plot("cumulative_influence", "How many examples carry the influence", caption, figure)

@@ -8,11 +8,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from psgrad.reports.drawing import GRID, INK, QUIET, REST, REVIEW, WIDTH_IN, Plot
-from psgrad.reports.influence_words import Example, examples, query_example, query_title, unit_words
+from psgrad.reports.influence_words import Example, examples, query_example, query_title, reported_queries, unit_words
 from psgrad.reports.pictures import to_rgb
 from psgrad.reports.plots import PICTURE_NOTE
 from psgrad.reports.words import MISSING, brief, shorten
-from psgrad.results import ALL_INDEX, SIGN, InfluenceResult, shown_queries
+from psgrad.results import ALL_INDEX, SIGN, InfluenceResult
 
 MAX_SHEETS = 6
 PER_SIDE = 6
@@ -27,10 +27,10 @@ _LINE_IN = 0.17
 
 def draw_sheets(result: InfluenceResult) -> list[Plot]:
     """One sheet for all queries together, and one for each of the first few."""
-    drawn = [query_sheet(result, ALL_INDEX, "all_queries_sheet")]
-    for place, query in enumerate(shown_queries(result.queries, MAX_SHEETS), start=1):
-        drawn.append(query_sheet(result, query, f"query_{place}_sheet"))
-    return drawn
+    queries = reported_queries(result, MAX_SHEETS)
+    first = 0 if queries[:1] == [ALL_INDEX] else 1
+    names = ["all_queries_sheet" if query == ALL_INDEX else f"query_{place}_sheet" for place, query in enumerate(queries, start=first)]
+    return [query_sheet(result, query, name) for query, name in zip(queries, names, strict=True)]
 
 
 def query_sheet(result: InfluenceResult, query_index: int, name: str) -> Plot:

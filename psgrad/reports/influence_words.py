@@ -7,8 +7,8 @@ from typing import Any
 
 import pandas as pd
 
-from psgrad.reports.words import MISSING, brief, count, identifier, label, number
-from psgrad.results import ALL_INDEX, ALL_QUERIES, SIGN, InfluenceResult, TopSample, disagrees, pairs_of
+from psgrad.reports.words import MISSING, brief, identifier, label, number
+from psgrad.results import ALL_INDEX, ALL_QUERIES, SIGN, InfluenceResult, TopSample, disagrees, pairs_of, shown_queries
 
 UNIT_LIMIT = 200
 
@@ -79,7 +79,8 @@ def query_example(result: InfluenceResult, query_index: int) -> Example:
 def query_title(result: InfluenceResult, query_index: int) -> str:
     """Query test-17: label 3, model 5 (61.2%), loss 0.9312."""
     if query_index == ALL_INDEX:
-        return f"All queries ({count(int((result.queries['status'] == 'ok').sum()), 'query').replace('querys', 'queries')})"
+        scored = int((result.queries["status"] == "ok").sum())
+        return f"All {scored:,} queries"
     row = _described(result.queries, {query_index})[query_index]
     parts = []
     if (truth := label(row.get("target"), result.class_names)) != MISSING:
@@ -90,6 +91,12 @@ def query_title(result: InfluenceResult, query_index: int) -> str:
     if row.get("measurement") is not None:
         parts.append(f"{brief(result.measurement, 40)} {number(row['measurement'])}")
     return f"Query {identifier(row['id'])}" + (f": {', '.join(parts)}" if parts else "")
+
+
+def reported_queries(result: InfluenceResult, count: int) -> list[int]:
+    """What is reported of: all queries together, unless there is but one, and each of the first few."""
+    first = shown_queries(result.queries, count)
+    return first if (result.queries["status"] == "ok").sum() == 1 else [ALL_INDEX, *first]
 
 
 def query_name(result: InfluenceResult, query_index: int) -> str:

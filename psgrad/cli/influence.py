@@ -1,0 +1,136 @@
+"""`psgrad influence`: which training examples made the model do this; its index; and whether the scores are true."""
+
+from __future__ import annotations
+
+import json
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from psgrad.cli.boundary import boundary
+from psgrad.cli.options import ConfigPath, Debug, Output, Overwrite, Settings, read_config
+from psgrad.cli.progress import progress_display
+
+if TYPE_CHECKING:
+    from psgrad.config import Config
+    from psgrad.results import InfluenceResult
+
+
+class Kind(StrEnum):
+    loo = "loo"
+    lds = "lds"
+    mislabel = "mislabel"
+    removal = "removal"
+
+
+Top = Annotated[int | None, typer.Option("--top", metavar="N", min=1, help="How many examples of either sign to rank for each query.")]
+MethodName = Annotated[str | None, typer.Option("--method", metavar="NAME", help="Method, with its default options.")]
+Matrix = Annotated[bool, typer.Option("--matrix", help="Also write all scores, a row a training example, as matrix.safetensors.")]
+Evaluate = Annotated[
+    Kind | None,
+    typer.Option(
+        "--evaluate",
+        help="Rank nothing, but retrain and compare: without one example (loo), on subsets (lds), with wrong labels (mislabel), or without "
+        "the strongest proponents (removal).",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object in place of the tables.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with an index that was interrupted.")]
+OverwriteIndex = Annotated[bool, typer.Option("--overwrite", help="Replace an index that is there already.")]
+
+
+def influence(
+    config: ConfigPath,
+    method: MethodName = None,
+    top: Top = None,
+    matrix: Matrix = False,
+    evaluate: Evaluate = None,
+    output: Output = None,
+    settings: Settings = None,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Rank the training examples by their influence on each query, and on all queries together.
+
+    A positive score: the training example helps the query. The unit is printed; for most methods it is the predicted rise of the
+    query's loss if the example were removed. Prints the strongest for the first queries, then the path of the run folder.
+
+    `psgrad influence index CONFIG` builds the config's index, from which any number of queries are answered in seconds.
+    """
+    style = "json" if as_json else "terminal"
+    with boundary(debug):
+        if evaluate is not None:
+            _require_an_evaluation_alone(matrix, top)
+            # The folder of an evaluation is its own: the config's is that of the scores.
+            _evaluate(_read(config, settings, None, method, top), evaluate, output, overwrite, style)
+            return
+        resolved = _read(config, settings, output, method, top)
+        from psgrad import workflows
+
+        with progress_display() as progress:
+            result = workflows.influence(resolved, overwrite=overwrite, matrix=matrix, progress=progress)
+        _show(result, resolved.influence.top, style)
+
+
+def influence_index(
+    config: ConfigPath,
+    resume: Resume = False,
+    settings: Settings = None,
+    overwrite: OverwriteIndex = False,
+    debug: Debug = False,
+) -> None:
+    """Build the index of a config: its training gradients on the disk, computed once, to answer many queries.
+
+    `influence.index` of the config says where it is and what it holds. Prints its path.
+    """
+    with boundary(debug):
+        resolved = read_config(config, settings, None)
+        from psgrad import workflows
+        from psgrad.reports.influence_terminal import index_summary
+
+        with progress_display() as progress:
+            result = workflows.influence_index(resolved, resume=resume, overwrite=overwrite, progress=progress)
+        typer.echo(index_summary(result), err=True)
+        typer.echo(str(result.folder))
+
+
+def _read(path: Path, settings: list[str] | None, output: Path | None, method: str | None, top: int | None) -> Config:
+    """The config, with the options that stand for a setting of it as the last of its settings."""
+    overrides = list(settings or ())
+    if method is not None:
+        overrides.append(f"influence.method={json.dumps({'name': method})}")
+    if top is not None:
+        overrides.append(f"influence.top={top}")
+    return read_config(path, overrides, output)
+
+
+def _evaluate(config: Config, kind: Kind, output: Path | None, overwrite: bool, style: str) -> None:
+    from psgrad import workflows
+    from psgrad.reports.evaluation import write_evaluation
+
+    with progress_display() as progress:
+        result = workflows.evaluate_influence(config, kind.value, output=output, overwrite=overwrite, progress=progress)
+    write_evaluation(result, style, sys.stdout)
+
+
+def _show(result: InfluenceResult, top: int, style: str) -> None:
+    from psgrad.reports.influence_terminal import summary, write_influence
+
+    typer.echo(summary(result), err=True)
+    write_influence(result, top, style, sys.stdout)
+
+
+def _require_an_evaluation_alone(matrix: bool, top: int | None) -> None:
+    from psgrad.errors import ConfigError
+
+    for given, option in ((matrix, "--matrix"), (top is not None, "--top")):
+        if given:
+            raise ConfigError(
+                f"--evaluate was given together with {option}",
+                expected="--evaluate, which ranks nothing, or an option of a ranking",
+                next_step="leave one of them out",
+            )
