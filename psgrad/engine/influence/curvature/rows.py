@@ -33,10 +33,11 @@ LARGEST_OUTPUT = 128
 class OutputRows(Examples):
     """Examples whose gradients are `per_sample` rows for each sample, next to one another: row i * per_sample + r is sample i's r-th.
 
-    `len` counts rows, `count` samples. Passes go over rows in place of samples, but for `outputs`.
+    `len` counts rows, `count` samples. Passes go over rows in place of samples, but for `outputs`. settle: as for per_sample_gradients.
     """
 
     per_sample: int = 1
+    settle: bool = True
 
     def __len__(self) -> int:
         return self.count * self.per_sample
@@ -94,7 +95,8 @@ class OutputRows(Examples):
         def along(params: Vectors, inputs: tuple[torch.Tensor, ...], cotangent: torch.Tensor) -> Any:
             return (self.objective.predict(params, inputs) * cotangent).sum(), {}
 
-        return per_sample_gradients(along, params, repeated, cotangents, in_dims=(0, 0), has_aux=True, randomness=randomness)
+        how: dict[str, Any] = {"in_dims": (0, 0), "has_aux": True, "randomness": randomness, "settle": self.settle}
+        return per_sample_gradients(along, params, repeated, cotangents, **how)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,132 @@
+"""Influence functions with eigenvalue-corrected Kronecker-factored curvature (EK-FAC)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from psgrad.engine.gradients.queries import PerSampleGradients
+from psgrad.engine.influence.curvature.kronecker import Block, fit_blocks, sampled_rows
+from psgrad.engine.influence.curvature.rows import gauss_newton_rows
+from psgrad.engine.influence.damping import Damping
+from psgrad.engine.influence.examples import Examples
+from psgrad.engine.influence.flat import Vectors, as_gradients
+from psgrad.engine.influence.method import Checkpoint, Fitted, Method, Per, Preconditioned, ScoreBlock, SelfBlock, labelled
+from psgrad.errors import InfluenceError
+
+
+@dataclass(frozen=True)
+class EKFAC(Method):
+    """score = g_q^T (n (C + lam I))^-1 g_i, C the mean curvature in blocks, one for each weight with its bias, that are diagonal in the
+    product of the eigenvectors of their factors' second moments: C = U Lambda U^T.
+
+    George, Laurent, Bouthillier, Ballas and Vincent, "Fast Approximate Natural Gradient Descent in a Kronecker-factored Eigenbasis"
+    (2018), equation 8; Grosse et al., "Studying Large Language Model Generalization with Influence Functions" (2023), section 3.1.
+
+    Attributes:
+        fisher: what the curvature's rows are. 'sampled': `draws` random rows of the Gauss-Newton matrix for each training example, which
+            are what gradients for labels that the model draws itself are; 'exact': all of its rows; 'empirical': the gradients of the
+            training loss.
+        draws, seed: of 'sampled'.
+        damping: lam, the same for all blocks; None for `relative_damping` times the mean eigenvalue, block by block.
+        weight_decay: of training, on the mean loss; it is part of the curvature.
+    """
+
+    name = "ekfac"
+
+    fisher: Literal["sampled", "exact", "empirical"] = "sampled"
+    draws: int = 1
+    seed: int = 0
+    damping: float | None = None
+    relative_damping: float = 0.1
+    weight_decay: float = 0.0
+
+    def fit(self, training: Examples, checkpoint: Checkpoint) -> Fitted:
+        blocks = fit_blocks(self._rows(training), len(training))
+        fitted = KroneckerFactored(training, blocks, self.weight_decay, Damping(self.damping, self.relative_damping))
+        fitted.facts["fisher"] = self.fisher
+        return fitted
+
+    def _rows(self, training: Examples) -> Examples:
+        if self.fisher == "empirical":
+            return training
+        return gauss_newton_rows(training) if self.fisher == "exact" else sampled_rows(training, self.draws, self.seed)
+
+
+class KroneckerFactored(Preconditioned):
+    """Blocks with a damping.
+
+    facts: `damping` and `mean_eigenvalue` by block, `blocks`, which says what each one is.
+    Raises InfluenceError where a block has no inverse.
+    """
+
+    def __init__(self, training: Examples, blocks: list[Block], weight_decay: float, damping: Damping) -> None:
+        super().__init__(training)
+        self.blocks, self.weight_decay = blocks, weight_decay
+        self.means = {block.label: float(block.values.mean()) + weight_decay for block in blocks}
+        self.damping = {label: damping.resolve(mean) for label, mean in self.means.items()}
+        self._inverses = [self._inverse(block) for block in blocks]
+        self.facts = {
+            "damping": self.damping,
+            "mean_eigenvalue": self.means,
+            "blocks": {block.label: block.basis.describe() for block in blocks},
+        }
+
+    def with_damping(self, *, damping: float | None = None, relative: float | None = None) -> KroneckerFactored:
+        """The same blocks with another damping: an absolute one, or one relative to each block's mean eigenvalue."""
+        chosen = Damping(damping) if relative is None else Damping(damping, relative)
+        fitted = KroneckerFactored(self.training, self.blocks, self.weight_decay, chosen)
+        fitted.facts = {**self.facts, **fitted.facts}
+        return fitted
+
+    def _inverse(self, block: Block) -> torch.Tensor:
+        """[g, a, b]: the eigenvalues of the inverse of n (C + lam I)."""
+        values = block.values + (self.weight_decay + self.damping[block.label])
+        smallest, largest = (float(values.min()), float(values.max())) if values.numel() else (1.0, 1.0)
+        precision = torch.finfo(self.training.stream.dtype).eps
+        if not smallest > precision * largest:
+            mean = self.means[block.label]
+            raise InfluenceError(
+                f"the curvature of {block.label} has no inverse: with a damping of {self.damping[block.label]:.3g} its eigenvalues "
+                f"go from {smallest:.3g} to {largest:.3g}",
+                expected=f"all of them above {precision * largest:.3g}",
+                cause="no training example has a gradient in this layer"
+                if not mean
+                else "directions that no training example's gradient has",
+                next_step=f"set method.damping: {0.1 * mean:.3g}, a tenth of the mean eigenvalue"
+                if mean
+                else "leave it out of `parameters`",
+            )
+        return 1 / (values * len(self.training))
+
+    def precondition(self, vectors: Vectors) -> Vectors:
+        return self._precondition(as_gradients(vectors))
+
+    def _precondition(self, gradients: PerSampleGradients) -> Vectors:
+        total: Vectors = {}
+        for block, inverse in zip(self.blocks, self._inverses, strict=True):
+            for name, value in block.precondition(gradients, inverse).items():
+                total[name] = total[name] + value if name in total else value
+        return {name: total[name] for name in gradients.gradients}
+
+    def scores(self, queries: Examples, per: Per = "total") -> Iterator[ScoreBlock]:
+        parts = [found for _, found in queries.each(self._precondition)]
+        vectors = {name: torch.cat([part[name] for part in parts]).to(self.training.device) for name in self.training.params}
+        prepared = as_gradients(vectors)
+        for rows, found in self.training.each(lambda gradients: labelled(gradients.inner(prepared, per=per))):
+            yield ScoreBlock(rows.start, rows.stop, found)
+
+    def self_influence(self) -> Iterator[SelfBlock]:
+        def both(gradients: Any) -> dict[str, torch.Tensor]:
+            found = [
+                block.weighted_squares(gradients, [inverse, inverse.square()])
+                for block, inverse in zip(self.blocks, self._inverses, strict=True)
+            ]
+            products, squares = (torch.stack(parts).sum(0) for parts in zip(*found, strict=True))
+            return {"self_influence": products, "norm": squares.sqrt()}
+
+        for rows, found in self.training.each(both):
+            yield SelfBlock(rows.start, rows.stop, found["self_influence"], found["norm"])
