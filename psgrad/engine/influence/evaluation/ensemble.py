@@ -115,6 +115,28 @@ class Ensemble:
         return mean_loss
 
 
+@dataclass(frozen=True)
+class OneByOne:
+    """A trainer that hands each model to a function of the user's: (fresh model, inputs, target, seed) to the trained model."""
+
+    fresh: Fresh
+    rows: Rows
+    function: Callable[[nn.Module, tuple[torch.Tensor, ...], torch.Tensor | None, int], nn.Module]
+
+    def __call__(self, jobs: Sequence[Job]) -> Members:
+        """The trained models, in the order of the jobs."""
+        return Members.of([self._trained(job) for job in jobs])
+
+    def _trained(self, job: Job) -> nn.Module:
+        taken = torch.as_tensor(job.rows, device=self.rows.inputs[0].device)
+        whole = self.rows.target if job.target is None or self.rows.target is None else job.target.to(self.rows.target)
+        target = None if whole is None else whole[taken]
+        model = fresh_model(self.fresh, job.seed).train()
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            torch.manual_seed(job.seed)
+            return self.function(model, tuple(x[taken] for x in self.rows.inputs), target, job.seed)
+
+
 def fresh_model(fresh: Fresh, seed: int) -> nn.Module:
     """A model with the initial weights of this seed; the caller's random state stays as it is."""
     with torch.random.fork_rng(devices=[]):
@@ -131,7 +153,7 @@ def _require_finite(mean: torch.Tensor, params: dict[str, torch.Tensor], jobs: S
     lost = (~finite).nonzero().flatten().tolist()
     raise InfluenceError(
         f"the training of {jobs[lost[0]].name} diverged in epoch {epoch}: its loss or weights are not finite "
-        f"({len(lost)} of the {len(jobs)} models beside it, itself included)",
+        f"({len(lost)} of the {len(jobs)} models that are trained together)",
         cause="the learning rate is too high for this model, or its loss is not bounded on these rows",
         next_step="set a smaller learning_rate in influence.evaluate.train",
     )

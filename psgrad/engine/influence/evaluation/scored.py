@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,45 +11,33 @@ import torch
 
 from psgrad.engine.influence.examples import Examples
 from psgrad.engine.influence.method import Checkpoint, Fitted, Method
+from psgrad.engine.influence.scoring import Normalize, divisor, joined_scores
 from psgrad.errors import InfluenceError
 
 Array = np.ndarray[Any, Any]
-
-
-@dataclass(frozen=True)
-class Place:
-    """One checkpoint: the training examples and the queries as its model sees them."""
-
-    training: Examples
-    queries: Examples
-    checkpoint: Checkpoint
-
-
-@dataclass(frozen=True)
-class Contender:
-    """A method under the name that it has in tables."""
-
-    name: str
-    method: Method
+Place = tuple[Examples, Checkpoint]
 
 
 def fitted_to(method: Method, places: Sequence[Place]) -> list[Fitted]:
-    """The method at each checkpoint."""
-    return [method.fit(place.training, place.checkpoint) for place in places]
+    """The method at each checkpoint, to the training examples as its model sees them."""
+    return [method.fit(training, checkpoint) for training, checkpoint in places]
 
 
-def score_matrix(method: Method, fitted: Sequence[Fitted], queries: Sequence[Examples]) -> Array:
-    """[n, m] float64, positive where an example helps a query: over the checkpoints, as the method takes them together."""
-    passes = [one.scores(asked) for one, asked in zip(fitted, queries, strict=True)]
-    blocks = [method.across(list(found))[""] for found in zip(*passes, strict=True)]
+def score_matrix(method: Method, fitted: Sequence[Fitted], queries: Sequence[Examples], normalize: Normalize | None = None) -> Array:
+    """[n, m] float64, positive where an example helps a query: of the checkpoints together.
+
+    normalize: scores are divided as `divisor` says; None leaves them as they are.
+    """
+    divisors = None if normalize is None else [divisor(each.self_influence(), normalize) for each in fitted]
+    blocks = [block.scores[""] for block in joined_scores(method, fitted, queries, divisors=divisors)]
     found: Array = torch.cat(blocks).double().cpu().numpy()
     return found
 
 
-def self_influences(fitted: Sequence[Fitted]) -> Array:
-    """[n] float64: the mean over the checkpoints."""
+def self_influences(method: Method, fitted: Sequence[Fitted]) -> Array:
+    """[n] float64: each example's influence on itself, of the checkpoints together."""
     each = [torch.cat([block.self_influence for block in one.self_influence()]) for one in fitted]
-    found: Array = torch.stack(each).double().mean(0).cpu().numpy()
+    found: Array = method.across_self(each).double().cpu().numpy()
     return found
 
 

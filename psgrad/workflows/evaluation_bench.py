@@ -1,0 +1,234 @@
+"""What every evaluation works with: methods that are compared, a trainer, and numbers of retrained models that outlive an interruption."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import io
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from psgrad.config import Config, EvaluationConfig, MethodConfig
+from psgrad.engine.influence.evaluation.ensemble import Ensemble, OneByOne, Trainer, fresh_model
+from psgrad.engine.influence.evaluation.jobs import Job
+from psgrad.engine.influence.evaluation.members import Members, Rows
+from psgrad.engine.influence.evaluation.recipe import Recipe
+from psgrad.engine.influence.evaluation.retraining import measured
+from psgrad.engine.influence.evaluation.scored import Place
+from psgrad.engine.influence.examples import Examples
+from psgrad.engine.influence.method import Method
+from psgrad.engine.influence.scoring import Normalize
+from psgrad.inputs.files import sha256_of
+from psgrad.inputs.imports import resolve
+from psgrad.inputs.models import load_model
+from psgrad.inputs.retraining import resolve_training
+from psgrad.results import Progress
+from psgrad.storage import RunFolder
+from psgrad.workflows.influence_method import method_from
+from psgrad.workflows.influence_setup import InfluenceSetup, chosen_rows
+
+Array = np.ndarray[Any, Any]
+Say = Callable[[Progress], None]
+
+# Numbers of models that are trained already. A run that takes the place of an earlier one leaves them, and uses what is still true.
+RETRAINED = "retrained"
+
+
+@dataclass
+class Bench:
+    """The parts of an evaluation.
+
+    methods: by the names that they have in tables, the config's first. asked: [m] the rows of the query data that are reported on. rows:
+    the training data. train: makes models of jobs. models: how many were asked for. notes: sentences for people.
+    """
+
+    setup: InfluenceSetup
+    wanted: EvaluationConfig
+    methods: dict[str, Method]
+    asked: Array
+    rows: Rows
+    train: Trainer
+    store: ShardStore
+    fingerprint: str
+    progress: Say
+    notes: list[str] = field(default_factory=list)
+    models: int = 0
+
+    @property
+    def main(self) -> str:
+        return next(iter(self.methods))
+
+    @property
+    def seeds(self) -> int:
+        """Trainings of each subset: one where all seeds lead to one minimum."""
+        exact = self.wanted.train.function is None and self.wanted.train.optimizer == "newton"
+        return 1 if exact else self.wanted.seeds
+
+    @property
+    def training(self) -> Examples:
+        """The training examples as the first checkpoint's model sees them."""
+        return self.setup.moments[0].training
+
+    @property
+    def normalize(self) -> Normalize | None:
+        """What the scores of the config's method are divided by."""
+        wanted = self.setup.run.config.influence.normalize
+        return None if wanted == "none" else wanted
+
+    def places(self) -> list[Place]:
+        """The training examples as the model of each checkpoint sees them."""
+        return [(moment.training, moment.checkpoint) for moment in self.setup.moments]
+
+    def queries(self, rows: Array) -> list[Examples]:
+        """These rows of the query data, as the model of each checkpoint sees them."""
+        read = chosen_rows(self.setup.query_reader, rows)
+        return [replace(moment.queries, read=read, count=len(rows)) for moment in self.setup.moments]
+
+    def outcomes(self, jobs: Sequence[Job], queries: Array) -> Array:
+        """[jobs, m]: what each retrained model measures on these rows of the query data, larger being worse."""
+        asked = self.queries(queries)[0]
+        rows, criterion = Rows.of(asked), asked.objective.criterion
+        return self.retrained(jobs, lambda members: members.measured(rows, criterion), f"queries {queries.tolist()}")
+
+    def retrained(self, jobs: Sequence[Job], measure: Callable[[Members], Array], what: str) -> Array:
+        """What `measure` says of the models of these jobs; `what` tells such numbers from others of the same models."""
+        self.models += len(jobs)
+        self.progress(Progress(0, len(jobs), "retraining", unit="model"))
+        return measured(
+            jobs,
+            self.train,
+            measure,
+            self.store,
+            f"{self.fingerprint} {what}",
+            self.wanted.train.together,
+            tell=lambda done: self.progress(Progress(done, len(jobs), "retraining", unit="model")),
+        )
+
+
+class ShardStore:
+    """Arrays as files of a run folder."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+
+    def load(self, name: str) -> Array | None:
+        """The array that was saved under this name; None where there is none, or it is damaged."""
+        try:
+            found: Array = np.load(self._folder.path / RETRAINED / f"{name}.npy", allow_pickle=False)
+        except (OSError, ValueError, EOFError):
+            return None
+        return found
+
+    def save(self, name: str, values: Array) -> None:
+        """Keep an array, durably. Raises OutputError."""
+        buffer = io.BytesIO()
+        np.save(buffer, values, allow_pickle=False)
+        self._folder.write_bytes(f"{RETRAINED}/{name}.npy", buffer.getvalue())
+
+
+def bench_of(setup: InfluenceSetup, folder: RunFolder, progress: Say) -> Bench:
+    """The parts that a config asks for. Raises ConfigError for methods or a training function that are not there."""
+    config, wanted = setup.run.config, setup.run.config.influence.evaluate
+    fresh = fresh_models(config, setup)
+    rows = Rows.of(setup.moments[0].training)
+    notes = []
+    if same_for_all_seeds(fresh):
+        notes.append("the model's factory gives the same weights whatever the seed: trainings differ in the order of the rows alone")
+    if setup.run.objective.autocast is not None:
+        notes.append("models are retrained in float32, without autocast")
+    return Bench(
+        setup=setup,
+        wanted=wanted,
+        methods=compared(config, setup.method),
+        asked=limited(setup.query_rows, wanted),
+        rows=rows,
+        train=trainer_of(config, fresh, rows, setup),
+        store=ShardStore(folder),
+        fingerprint=fingerprint(setup),
+        progress=progress,
+        notes=notes,
+    )
+
+
+def compared(config: Config, main: Method) -> dict[str, Method]:
+    """name -> method: the config's and those it is compared with. Of methods of one name the options are in the name, too."""
+    wanted = [config.influence.method, *config.influence.evaluate.methods]
+    names = [each.name for each in wanted]
+    found: dict[str, Method] = {}
+    for each in wanted:
+        name = each.name if names.count(each.name) == 1 else with_options(each)
+        if name not in found:
+            found[name] = method_from(each, config.base) if found else main
+    return found
+
+
+def with_options(method: MethodConfig) -> str:
+    options = ", ".join(f"{key} {value}" for key, value in method.options.items())
+    return f"{method.name} ({options})" if options else method.name
+
+
+def limited(rows: Array, wanted: EvaluationConfig) -> Array:
+    """At most as many of the query rows as are wanted, at random, in order."""
+    if wanted.queries is None or wanted.queries >= len(rows):
+        return rows
+    return np.sort(np.random.default_rng([wanted.seed, 2]).choice(rows, wanted.queries, replace=False))
+
+
+def fresh_models(config: Config, setup: InfluenceSetup) -> Callable[[int], nn.Module]:
+    """seed -> a model with fresh weights, never a copy of the trained one. Those of its parameters are trained that the factory left so."""
+    bare = config.model.model_copy(update={"checkpoint": None, "state_dict_key": None})
+
+    def fresh(seed: int) -> nn.Module:
+        return load_model(bare, config.base).model.to(setup.run.device, setup.run.dtype)
+
+    return fresh
+
+
+def same_for_all_seeds(fresh: Callable[[int], nn.Module]) -> bool:
+    one, other = (dict(fresh_model(fresh, seed).named_parameters()) for seed in (0, 1))
+    return all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def trainer_of(config: Config, fresh: Callable[[int], nn.Module], rows: Rows, setup: InfluenceSetup) -> Trainer:
+    """The built-in trainer with the config's recipe, or the config's own function."""
+    train = config.influence.evaluate.train
+    if train.function is not None:
+        return OneByOne(fresh, rows, resolve_training(train.function, config.base))
+    recipe = Recipe(**train.model_dump(exclude={"function"}))
+    return Ensemble(fresh, rows, setup.run.criterion.function, recipe)
+
+
+def fingerprint(setup: InfluenceSetup) -> str:
+    """A digest of all that retrained models and their measurements depend on, besides the rows and the seeds."""
+    config = setup.run.config
+    influence = config.influence
+    named = [config.model.factory, config.loss.name, influence.measurement.name, influence.evaluate.train.function]
+    content = {
+        "model": config.model.model_dump(mode="json", exclude={"checkpoint", "state_dict_key"}),
+        "loss": config.loss.model_dump(mode="json"),
+        "measurement": influence.measurement.model_dump(mode="json"),
+        "train": influence.evaluate.train.model_dump(mode="json", exclude={"together"}),
+        "engine": config.engine.dtype,
+        "code": [source_digest(spec, setup) for spec in named if spec is not None and ":" in spec],
+        "data": [setup.run.samples.fingerprint, setup.query_reader.samples.fingerprint],
+        "rows": hashlib.sha256(np.ascontiguousarray(setup.training_rows).tobytes()).hexdigest(),
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def source_digest(spec: str, setup: InfluenceSetup) -> str:
+    """Of the file that a callable of the config is written in; its name where it has no file."""
+    function = inspect.unwrap(resolve(spec, setup.run.config.base))
+    try:
+        # The code of a file that the config names is compiled under that file's name.
+        source = inspect.getsourcefile(function)
+        return sha256_of(Path(source)) if source else spec
+    except (OSError, TypeError):
+        return spec

@@ -1,0 +1,267 @@
+"""The four evaluations: what is retrained for each, and what scores are held against it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from psgrad.engine.influence.evaluation.controls import NEIGHBOUR, NORM, RANDOM, controls, own_controls
+from psgrad.engine.influence.evaluation.jobs import Job
+from psgrad.engine.influence.evaluation.lds import ceiling, half_subsets, lds, lds_mean, rows_of
+from psgrad.engine.influence.evaluation.loo import choose_removals, leave_one_out
+from psgrad.engine.influence.evaluation.removal import removal, strongest
+from psgrad.engine.influence.evaluation.retraining import seed_of
+from psgrad.engine.influence.evaluation.scored import damped, fitted_to, has_damping, score_matrix, self_influences
+from psgrad.engine.influence.method import Fitted, Method
+from psgrad.errors import ConfigError, InfluenceError
+from psgrad.workflows.evaluation_bench import Array, Bench
+
+Fits = dict[str, tuple[Method, list[Fitted]]]
+
+
+@dataclass
+class Found:
+    """What an evaluation found; see EvaluationResult."""
+
+    table: pd.DataFrame
+    facts: dict[str, Any]
+    details: pd.DataFrame
+    points: pd.DataFrame = field(default_factory=pd.DataFrame)
+    curves: dict[str, dict[float, float]] = field(default_factory=dict)
+
+
+def evaluate_lds(bench: Bench) -> Found:
+    """Linear datamodeling scores over retrained subsets."""
+    wanted, random = bench.wanted, np.random.default_rng([bench.wanted.seed, 3])
+    tuning = wanted.tuning
+    fits = fitted_methods(bench)
+    asked, set_aside = bench.asked, np.empty(0, dtype=bench.asked.dtype)
+    if tuning is not None:
+        if tuning.queries >= len(asked):
+            raise ConfigError(
+                f"influence.evaluate.tuning.queries sets {tuning.queries} of the {len(asked)} queries aside",
+                expected="fewer than there are queries, as those that choose a damping are not reported",
+            )
+        chosen = np.sort(random.choice(len(asked), tuning.queries, replace=False))
+        set_aside, asked = asked[chosen], np.delete(asked, chosen)
+    others = 0 if tuning is None else tuning.subsets
+    subsets = half_subsets(len(bench.training), others + wanted.subsets, wanted.fraction, random)
+    outcomes = subset_outcomes(bench, subsets, np.concatenate([set_aside, asked]))
+    curves: dict[str, dict[float, float]] = {}
+    chosen_dampings: dict[str, float] = {}
+    if tuning is not None:
+        for name, (method, fitted) in list(fits.items()):
+            if has_damping(method):
+                curves[name] = tuned(bench, name, fits, subsets[:others], outcomes[:others, :, : len(set_aside)], set_aside)
+                best = max(curves[name], key=lambda damping: curves[name][damping])
+                fits[name] = damped(method, fitted, bench.places(), best)
+                chosen_dampings[name] = best
+                if len(curves[name]) > 1 and best in (min(curves[name]), max(curves[name])):
+                    bench.notes.append(f"the best damping of {name} is at the end of the candidates: {best:g}")
+    scores, names = all_scores(bench, fits, asked)
+    truth, reported = outcomes[others:, :, len(set_aside) :], subsets[others:]
+    found = lds(scores, reported, truth, bench.main, wanted.seed)
+    rows = [
+        {
+            "method": name,
+            "control": name in names,
+            "mean": score.mean,
+            "low": score.interval[0],
+            "high": score.interval[1],
+            "ahead": score.ahead,
+            "ahead_low": None if score.ahead_interval is None else score.ahead_interval[0],
+            "ahead_high": None if score.ahead_interval is None else score.ahead_interval[1],
+            "undefined": score.undefined,
+            "damping": chosen_dampings.get(name),
+        }
+        for name, score in found.items()
+    ]
+    facts = {
+        "subsets": wanted.subsets,
+        "fraction": wanted.fraction,
+        "seeds": bench.seeds,
+        "queries": len(asked),
+        "models": bench.models,
+        **ceiling_facts(truth),
+    }
+    return Found(frame(rows), facts, per_query(bench, asked, {name: score.per_query for name, score in found.items()}), curves=curves)
+
+
+def evaluate_loo(bench: Bench) -> Found:
+    """Leave-one-out rises by retraining."""
+    wanted = bench.wanted
+    fits = fitted_methods(bench)
+    removed = choose_removals(own_influence(bench, fits), wanted.removals, wanted.highest, np.random.default_rng([wanted.seed, 4]))
+    everything = np.arange(len(bench.training))
+    left = [("all examples", everything), *((f"all but example {row}", np.delete(everything, row)) for row in removed)]
+    jobs = [Job(f"{name}, seed {repeat}", rows, seed_of(wanted.seed, 0, repeat)) for name, rows in left for repeat in range(bench.seeds)]
+    outcomes = bench.outcomes(jobs, bench.asked).reshape(len(left), bench.seeds, -1)
+    rises = outcomes[1:] - outcomes[0]
+    scores, names = all_scores(bench, fits, bench.asked)
+    actual = rises.mean(1)
+    found = leave_one_out(scores, removed, actual, wanted.seed)
+    rows = []
+    for name, score in found.items():
+        values = asdict(score)
+        low, high = values.pop("interval")
+        del values["per_query"]
+        rows.append({"method": name, "control": name in names, "low": low, "high": high, **values})
+    facts = {
+        "removals": len(removed),
+        "highest": min(wanted.highest, len(removed)),
+        "seeds": bench.seeds,
+        "queries": len(bench.asked),
+        "models": bench.models,
+        **ceiling_facts(rises),
+    }
+    ids, query_ids = bench.setup.run.samples.ids[bench.setup.training_rows], bench.setup.query_reader.samples.ids
+    points = pd.DataFrame(
+        {
+            "train_id": np.repeat(ids[removed], len(bench.asked)),
+            "query_id": np.tile(query_ids[bench.asked], len(removed)),
+            "predicted": scores[bench.main][removed].ravel(),
+            "actual": actual.ravel(),
+        }
+    )
+    return Found(frame(rows), facts, per_query(bench, bench.asked, {name: score.per_query for name, score in found.items()}), points)
+
+
+def evaluate_removal(bench: Bench) -> Found:
+    """Rises of queries whose strongest proponents are left out."""
+    wanted, n = bench.wanted, len(bench.training)
+    if max(wanted.ks) >= n:
+        raise ConfigError(
+            f"influence.evaluate.ks has {max(wanted.ks)}, and there are {n} training examples", expected="fewer than there are"
+        )
+    count = min(wanted.explained, len(bench.asked))
+    asked = np.sort(np.random.default_rng([wanted.seed, 5]).choice(bench.asked, count, replace=False))
+    scores, names = all_scores(bench, fitted_methods(bench), asked, only=(RANDOM, NEIGHBOUR))
+    everything = np.arange(n)
+    # Methods agree on many a set: each is trained once.
+    sets: dict[bytes, Array] = {everything.tobytes(): everything}
+    place: dict[tuple[str, int, int], int] = {}
+    order: dict[bytes, int] = {everything.tobytes(): 0}
+    for name, matrix in scores.items():
+        for k in wanted.ks:
+            for query in range(count):
+                rows = np.delete(everything, strongest(matrix, query, k))
+                key = rows.tobytes()
+                sets.setdefault(key, rows)
+                place[name, k, query] = order.setdefault(key, len(order))
+    jobs = [
+        Job(f"set {number} of removed examples, seed {repeat}", rows, seed_of(wanted.seed, 0, repeat))
+        for number, rows in enumerate(sets.values())
+        for repeat in range(bench.seeds)
+    ]
+    outcomes = bench.outcomes(jobs, asked).reshape(len(sets), bench.seeds, -1).mean(1)
+    rises = {
+        name: {k: np.array([outcomes[place[name, k, q], q] - outcomes[0, q] for q in range(count)]) for k in wanted.ks} for name in scores
+    }
+    rows_found, details = [], []
+    for name, curve in removal(rises, bench.main, wanted.seed).items():
+        for k, score in curve.items():
+            ahead = (None, None) if score.ahead_interval is None else score.ahead_interval
+            rows_found.append(
+                {
+                    "method": name,
+                    "control": name in names,
+                    "removed": k,
+                    "rise": score.rise,
+                    "low": score.interval[0],
+                    "high": score.interval[1],
+                    "ahead": score.ahead,
+                    "ahead_low": ahead[0],
+                    "ahead_high": ahead[1],
+                }
+            )
+            details.append(per_query(bench, asked, {name: score.per_query}).assign(removed=k))
+    facts = {"queries": count, "seeds": bench.seeds, "models": bench.models}
+    return Found(frame(rows_found), facts, pd.concat(details, ignore_index=True))
+
+
+# -- what they share -------------------------------------------------------------------------------------------------------------------
+
+
+def fitted_methods(bench: Bench) -> Fits:
+    """name -> (method, fitted at each checkpoint). A compared method that has no scores is named and left out; the config's raises."""
+    found: Fits = {}
+    for name, method in bench.methods.items():
+        try:
+            found[name] = method, fitted_to(method, bench.places())
+        except InfluenceError as error:
+            if name == bench.main:
+                raise
+            bench.notes.append(f"left out: {name}, as {error.arrived}")
+    return found
+
+
+def all_scores(bench: Bench, fits: Fits, asked: Array, only: Iterable[str] | None = None) -> tuple[dict[str, Array], set[str]]:
+    """(name -> [n, m] of the methods and the controls, the names of the controls)."""
+    queries = bench.queries(asked)
+    scores = {}
+    for name, (method, fitted) in fits.items():
+        try:
+            scores[name] = score_matrix(method, fitted, queries, bench.normalize if name == bench.main else None)
+        except InfluenceError as error:
+            if name == bench.main:
+                raise
+            bench.notes.append(f"left out: {name}, as {error.arrived}")
+    beside, notes = controls(bench.training, queries[0], bench.wanted.seed)
+    beside = {name: matrix for name, matrix in beside.items() if only is None or name in only}
+    bench.notes += [note for note in notes if note not in bench.notes]
+    return {**scores, **beside}, set(beside)
+
+
+def subset_outcomes(bench: Bench, subsets: Array, queries: Array) -> Array:
+    """[S, R, m]: what the models of each subset and seed measure."""
+    jobs = [
+        Job(f"subset {number}, seed {repeat}", rows, seed_of(bench.wanted.seed, 1, number, repeat))
+        for number, rows in enumerate(rows_of(subsets))
+        for repeat in range(bench.seeds)
+    ]
+    return bench.outcomes(jobs, queries).reshape(len(subsets), bench.seeds, -1)
+
+
+def tuned(bench: Bench, name: str, fits: Fits, subsets: Array, outcomes: Array, asked: Array) -> dict[float, float]:
+    """damping -> the score on these subsets and queries."""
+    assert bench.wanted.tuning is not None
+    queries, curve = bench.queries(asked), {}
+    (method, fitted), normalize = fits[name], bench.normalize if name == bench.main else None
+    for damping in sorted(set(bench.wanted.tuning.dampings)):
+        changed, there = damped(method, fitted, bench.places(), damping)
+        curve[damping] = lds_mean(score_matrix(changed, there, queries, normalize), subsets, outcomes)
+    return curve
+
+
+def own_influence(bench: Bench, fits: Fits) -> Array:
+    """[n]: self-influence by the config's method, or the gradient norm where that would take a solve an example."""
+    _, fitted = fits[bench.main]
+    if all(one.has_self_influence for one in fitted):
+        return self_influences(bench.methods[bench.main], fitted)
+    bench.notes.append(f"{bench.main} has no cheap self-influence: the removals with the highest gradient norm are taken in its place")
+    return own_controls(bench.training)[NORM]
+
+
+def ceiling_facts(outcomes: Array) -> dict[str, float | None]:
+    found = ceiling(outcomes)
+    if found is None:
+        return {"ceiling": None, "single_seed": None, "reliability": None}
+    return {"ceiling": found.best, "single_seed": found.single, "reliability": found.reliability}
+
+
+def per_query(bench: Bench, asked: Array, values: dict[str, Array]) -> pd.DataFrame:
+    """One row a method and query."""
+    ids = bench.setup.query_reader.samples.ids[asked]
+    parts = [pd.DataFrame({"method": name, "query_id": ids, "query_index": asked, "value": column}) for name, column in values.items()]
+    return pd.concat(parts, ignore_index=True)
+
+
+def frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    """A table whose missing numbers are NaN."""
+    table = pd.DataFrame(rows)
+    numbers = [column for column in table.columns if column not in ("method", "control") and table[column].dtype == object]
+    return table.astype(dict.fromkeys(numbers, float))
