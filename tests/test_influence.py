@@ -1,0 +1,328 @@
+"""`psgrad influence` from its config to its files: what is ranked, what is left out, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from tests.influence_workplace import QUERIES, InfluenceWorkplace, loop_of_gradients
+from tests.workplace import ROWS
+
+
+@pytest.fixture
+def place(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> InfluenceWorkplace:
+    found = InfluenceWorkplace(tmp_path, monkeypatch, capfd)
+    found.prepare()
+    if "report" not in request.keywords:  # drawing takes longer than all the rest
+        monkeypatch.setattr("psgrad.workflows.influence.write_influence_report", lambda result, write: None)
+    return found
+
+
+def expected_products(place: InfluenceWorkplace) -> np.ndarray:
+    """[n, m]: the inner products of gradients, by a loop."""
+    training = loop_of_gradients(place.model, place.arrays["x"], place.arrays["y"])
+    queries = loop_of_gradients(place.model, place.queries["x"], place.queries["y"])
+    return (training @ queries.T).numpy()
+
+
+# What comes out ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_each_query_has_its_strongest_of_either_sign(place: InfluenceWorkplace) -> None:
+    ranked = place.ranked("--top", "4")
+    products = expected_products(place)
+    assert list(ranked.columns) == ["query_id", "query_index", "rank", "train_id", "train_index", "score"]
+    for query in range(QUERIES):
+        rows = ranked[ranked["query_index"] == query]
+        assert set(rows["query_id"]) == {f"query-{query}"}
+        order = np.argsort(-products[:, query], kind="stable")
+        helping, hurting = rows[rows["rank"] > 0].sort_values("rank"), rows[rows["rank"] < 0].sort_values("rank", ascending=False)
+        assert helping["train_index"].tolist() == [row for row in order if products[row, query] > 0][:4]
+        assert hurting["train_index"].tolist() == [row for row in order[::-1] if products[row, query] < 0][:4]
+        np.testing.assert_allclose(helping["score"], products[helping["train_index"], query], rtol=1e-4)
+        assert helping["train_id"].tolist() == [f"row-{row:02d}" for row in helping["train_index"]]
+    everyone = ranked[ranked["query_index"] == -1]
+    assert everyone[everyone["rank"] == 1]["train_index"].item() == products.mean(1).argmax()
+    assert set(everyone["query_id"]) == {"(all)"}
+
+
+@pytest.mark.report
+def test_the_files_of_a_run(place: InfluenceWorkplace) -> None:
+    ranked = place.ranked("--matrix")
+    products, folder = expected_products(place), place.folder / "out"
+    matrix = load_file(folder / "matrix.safetensors")
+    np.testing.assert_allclose(matrix["scores"], products, rtol=1e-4, atol=1e-6)
+    assert matrix["train_index"].tolist() == list(range(ROWS))
+    assert matrix["query_index"].tolist() == list(range(QUERIES))
+    assert len(pd.read_csv(folder / "scores.csv")) == len(ranked)
+    training, queries = pd.read_parquet(folder / "self_influence.parquet"), pd.read_parquet(folder / "queries.parquet")
+    own = loop_of_gradients(place.model, place.arrays["x"], place.arrays["y"]).square().sum(1).numpy()
+    np.testing.assert_allclose(training["self_influence"], own, rtol=1e-4)
+    np.testing.assert_allclose(training["grad_norm"] ** 2, own, rtol=1e-4)
+    np.testing.assert_allclose(training["overall"], products.mean(1), rtol=1e-3, atol=1e-6)
+    logits = place.model(torch.tensor(place.queries["x"]).double())
+    losses = torch.nn.functional.cross_entropy(logits, torch.tensor(place.queries["y"]), reduction="none")
+    np.testing.assert_allclose(queries["measurement"], losses.detach(), rtol=1e-4)
+    assert queries["prediction"].tolist() == logits.argmax(1).tolist()
+    assert {path.name for path in (folder / "plots").iterdir()} >= {"score_distributions.png", "cumulative_influence.png"}
+    assert "<html" in (folder / "report.html").read_text()
+
+
+def test_the_manifest_says_sign_and_unit_and_what_was_used(place: InfluenceWorkplace) -> None:
+    place.section["measurement"] = "margin"
+    place.ranked()
+    said = place.manifest()["influence"]
+    assert said["sign"] == "positive: the training example helps the query; negative: it hurts"
+    assert said["unit"].startswith("fall of the query's margin, in nats, if one gradient step")
+    assert said["predicts_removal"] is False
+    assert said["queries"]["rows"] == QUERIES
+    assert [each["path"] for each in said["checkpoints"]] == ["model.safetensors"]
+    assert place.manifest()["state"] == "finished"
+
+
+def test_a_margin_explains_with_the_sign_of_help(place: InfluenceWorkplace) -> None:
+    """What raises the margin helps, as does what lowers the loss."""
+    place.section["measurement"] = "margin"
+    place.ranked("--matrix")
+    found = load_file(place.folder / "out" / "matrix.safetensors")["scores"]
+    products = expected_products(place)
+    with torch.no_grad():
+        wrong = 1 - torch.softmax(place.model(torch.tensor(place.queries["x"]).double()), 1)
+    # The gradient of the loss is that of minus the margin, times the probability of being wrong.
+    np.testing.assert_allclose(
+        found, products / wrong[torch.arange(QUERIES), torch.tensor(place.queries["y"])].numpy(), rtol=1e-4, atol=1e-6
+    )
+
+
+def test_layers_have_ranks_of_their_own(place: InfluenceWorkplace) -> None:
+    place.section["layers"] = "module"
+    ranked = place.ranked()
+    assert set(ranked["layer"]) == {"", "0", "2"}
+    whole = ranked[ranked["layer"] == ""].drop(columns="layer").reset_index(drop=True)
+    place.section["layers"] = "none"
+    np.testing.assert_allclose(whole["score"], place.ranked("--overwrite")["score"], rtol=1e-5, atol=1e-9)
+
+
+def test_chosen_parameters_alone_count(place: InfluenceWorkplace) -> None:
+    place.section["parameters"] = ["2.*"]
+    place.ranked("--matrix")
+    found = load_file(place.folder / "out" / "matrix.safetensors")["scores"]
+    last = slice(-18, None)  # 2.weight [3, 5] and 2.bias [3]
+    training = loop_of_gradients(place.model, place.arrays["x"], place.arrays["y"])[:, last]
+    queries = loop_of_gradients(place.model, place.queries["x"], place.queries["y"])[:, last]
+    np.testing.assert_allclose(found, (training @ queries.T).numpy(), rtol=1e-4, atol=1e-6)
+
+
+def test_queries_may_be_rows_of_the_training_data(place: InfluenceWorkplace) -> None:
+    place.section["queries"] = {"rows": [7, 2]}
+    ranked = place.ranked("--matrix")
+    assert ranked["query_id"].drop_duplicates().tolist() == ["row-07", "row-02", "(all)"]
+    matrix = load_file(place.folder / "out" / "matrix.safetensors")
+    assert matrix["query_index"].tolist() == [7, 2]
+    training = loop_of_gradients(place.model, place.arrays["x"], place.arrays["y"])
+    np.testing.assert_allclose(matrix["scores"], (training @ training[[7, 2]].T).numpy(), rtol=1e-4, atol=1e-6)
+
+
+def test_queries_in_small_blocks_are_ranked_as_at_once(place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once = place.ranked("--matrix")
+    matrix = load_file(place.folder / "out" / "matrix.safetensors")["scores"]
+    monkeypatch.setattr("psgrad.workflows.influence_ranking.queries_at_once", lambda setup: 2)
+    in_blocks = place.ranked("--matrix", "--overwrite")
+    pd.testing.assert_frame_equal(at_once, in_blocks, rtol=1e-5, atol=1e-9)
+    np.testing.assert_allclose(load_file(place.folder / "out" / "matrix.safetensors")["scores"], matrix, rtol=1e-5, atol=1e-9)
+
+
+def test_relative_influence_is_that_of_its_definition(place: InfluenceWorkplace) -> None:
+    place.section["normalize"] = "self_influence"
+    place.ranked("--matrix")
+    norms = loop_of_gradients(place.model, place.arrays["x"], place.arrays["y"]).norm(dim=1).numpy()
+    found = load_file(place.folder / "out" / "matrix.safetensors")["scores"]
+    np.testing.assert_allclose(found, expected_products(place) / norms[:, None], rtol=1e-4, atol=1e-6)
+    assert place.manifest()["influence"]["predicts_removal"] is False
+
+
+# Several checkpoints -------------------------------------------------------------------------------------------------------------------
+
+
+def test_tracin_adds_up_checkpoints_by_their_learning_rate(place: InfluenceWorkplace) -> None:
+    expected, each = 0.0, []
+    for name, seed, rate in (("a.safetensors", 3, 0.5), ("b.safetensors", 4, 0.125)):
+        place.save_checkpoint(name, seed)
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
+        products = (
+            loop_of_gradients(model, place.arrays["x"], place.arrays["y"])
+            @ loop_of_gradients(model, place.queries["x"], place.queries["y"]).T
+        )
+        each.append(rate * products.numpy())
+        expected = expected + rate * products.numpy()
+    place.section["method"] = "tracin"
+    place.section["checkpoints"] = [{"path": "a.safetensors", "learning_rate": 0.5}, {"path": "b.safetensors", "learning_rate": 0.125}]
+    ranked = place.ranked("--matrix", "--top", "3")
+    found = load_file(place.folder / "out" / "matrix.safetensors")["scores"]
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+    for row in ranked[ranked["query_index"] >= 0].itertuples():
+        alone = [scores[:, row.query_index] for scores in each]
+        assert row.score_std == pytest.approx(np.std([scores[row.train_index] for scores in alone], ddof=1), rel=1e-3)
+        side = 1 if row.rank > 0 else -1
+        among = [row.train_index in np.argsort(-side * scores)[:3] and side * scores[row.train_index] > 0 for scores in alone]
+        assert row.rank_stability == np.mean(among)
+
+
+def test_two_checkpoints_are_not_the_first_one_twice(place: InfluenceWorkplace) -> None:
+    matrices = []
+    place.save_checkpoint("a.safetensors", 3)
+    place.save_checkpoint("b.safetensors", 4)
+    for names in (["a.safetensors"], ["b.safetensors"], ["a.safetensors", "b.safetensors"]):
+        place.section["checkpoints"] = names
+        place.ranked("--matrix", "--overwrite")
+        matrices.append(load_file(place.folder / "out" / "matrix.safetensors")["scores"])
+    np.testing.assert_allclose(matrices[2], (matrices[0] + matrices[1]) / 2, rtol=1e-4, atol=1e-7)
+    assert not np.allclose(matrices[0], matrices[1])
+
+
+# An index ------------------------------------------------------------------------------------------------------------------------------
+
+
+def with_index(place: InfluenceWorkplace, **options: Any) -> None:
+    place.section["index"] = {"path": "index", "projection": "none", "rows_per_shard": 7} | options
+
+
+def test_an_index_answers_as_the_data_do(place: InfluenceWorkplace) -> None:
+    without = place.ranked()
+    with_index(place)
+    built = place.index()
+    assert built.code == 0, built.err
+    assert built.out.strip() == "index"
+    (place.folder / "data.npz").touch()
+    pd.testing.assert_frame_equal(place.ranked("--overwrite"), without, rtol=1e-4, atol=1e-6)
+
+
+def test_an_index_of_another_model_is_refused(place: InfluenceWorkplace) -> None:
+    with_index(place)
+    assert place.index().code == 0
+    place.save_checkpoint("model.safetensors", 9)
+    place.influence().refused(3, "the index index is of something else: fingerprint.checkpoints differs", "build an index of its own")
+    assert not (place.folder / "out").exists()
+
+
+def test_an_index_that_is_half_built_is_refused_and_gone_on_with(place: InfluenceWorkplace) -> None:
+    with_index(place)
+    assert place.index().code == 0
+    (place.folder / "index" / "checkpoint-000" / "gradients-00001.safetensors").unlink()
+    place.influence().refused(3, "the index index is half built: 4 of 5 files are written", "psgrad influence index CONFIG --resume")
+    assert place.index("--resume").code == 0
+    assert len(place.ranked())
+
+
+def test_an_index_is_not_replaced_unasked(place: InfluenceWorkplace) -> None:
+    with_index(place)
+    assert place.index().code == 0
+    place.index().refused(2, "the index folder index holds an index", "--resume", "--overwrite")
+
+
+def test_building_without_an_index_in_the_config_is_refused(place: InfluenceWorkplace) -> None:
+    place.index().refused(2, "the config has no influence.index", "expected: where the index is to be")
+
+
+def test_an_index_has_no_answer_by_methods_that_need_curvature(place: InfluenceWorkplace) -> None:
+    with_index(place)
+    assert place.index().code == 0
+    place.section["method"] = "influence"
+    place.influence().refused(3, "an index has no answer by influence", "choose one of these, or leave influence.index out")
+
+
+# Rows that are not finite ----------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_that_are_not_finite_are_named_left_out_and_counted(place: InfluenceWorkplace) -> None:
+    x, xq = place.arrays["x"].copy(), place.queries["x"].copy()
+    x[[3, 8], 0], xq[1, 0] = np.nan, np.inf
+    place.save(x=x)
+    place.save_queries(x=xq)
+    outcome = place.influence("--matrix")
+    assert outcome.code == 0, outcome.err
+    assert "excluded 2 of 24 training examples, whose loss or gradient is not finite: row-03, row-08" in outcome.err
+    assert "excluded 1 of 5 queries, whose loss or gradient is not finite: query-1" in outcome.err
+    counts = place.manifest()["counts"]
+    assert counts == {"training_examples": 24, "training_nonfinite": 2, "queries": 5, "queries_nonfinite": 1}
+    matrix = load_file(place.folder / "out" / "matrix.safetensors")
+    assert matrix["train_index"].tolist() == [row for row in range(ROWS) if row not in (3, 8)]
+    assert matrix["query_index"].tolist() == [0, 2, 3, 4]
+    assert np.isfinite(matrix["scores"]).all()
+    expected = expected_products(place)[np.ix_(matrix["train_index"], matrix["query_index"])]
+    np.testing.assert_allclose(matrix["scores"], expected, rtol=1e-4, atol=1e-6)
+    training = pd.read_parquet(place.folder / "out" / "self_influence.parquet")
+    assert training.loc[training["status"] == "nonfinite", "index"].tolist() == [3, 8]
+    assert training.loc[[3, 8], "overall"].isna().all()
+    ranked = pd.read_parquet(place.folder / "out" / "scores.parquet")
+    assert not set(ranked["train_index"]) & {3, 8}
+    assert set(ranked["query_id"]) == {"query-0", "query-2", "query-3", "query-4", "(all)"}
+
+
+def test_an_index_has_no_score_for_rows_that_are_not_finite(place: InfluenceWorkplace) -> None:
+    x = place.arrays["x"].copy()
+    x[3, 0] = np.nan
+    place.save(x=x)
+    with_index(place)
+    built = place.index()
+    assert "1 rows have a gradient that is not finite, and no score: 3" in built.err
+    assert 3 not in set(place.ranked()["train_index"])
+    assert place.manifest()["counts"]["training_nonfinite"] == 1
+
+
+def test_nothing_finite_at_all_is_an_error(place: InfluenceWorkplace) -> None:
+    place.save(x=np.full((ROWS, 4), np.nan, np.float32))
+    place.influence().refused(3, "the loss or the gradient of every one of the 24 training examples is not finite", "psgrad analyze")
+    assert place.manifest()["state"] == "failed"
+
+
+# Refusals ------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_one_checkpoint_under_two_names_is_refused(place: InfluenceWorkplace) -> None:
+    place.save_checkpoint("a.safetensors", 3)
+    place.save_checkpoint("copy.safetensors", 3)
+    place.section["checkpoints"] = ["a.safetensors", "copy.safetensors"]
+    place.influence().refused(2, "the checkpoints a.safetensors and copy.safetensors hold the same bytes", "it would count double")
+
+
+def test_a_checkpoint_of_another_architecture_is_refused(place: InfluenceWorkplace) -> None:
+    place.save_checkpoint("a.safetensors", 3)
+    place.save_checkpoint("wide.safetensors", 3, hidden=7)
+    place.section["checkpoints"] = ["a.safetensors", "wide.safetensors"]
+    place.influence().refused(3, "wide.safetensors", "0.weight")
+    assert not (place.folder / "out").exists()
+
+
+def test_a_query_without_a_target_is_refused(place: InfluenceWorkplace) -> None:
+    del place.section["queries"]["target"]
+    place.influence().refused(2, "influence.queries.target is missing: the measurement 'loss' compares a query's output with its target")
+
+
+def test_a_query_with_a_label_that_the_model_has_not_is_refused(place: InfluenceWorkplace) -> None:
+    place.save_queries(y=np.array([0, 1, 7, 0, 1]))
+    place.influence().refused(3, "the queries: row 2 has the label 7", "labels from 0 to 2")
+
+
+def test_a_row_that_is_not_there_is_refused(place: InfluenceWorkplace) -> None:
+    place.section["queries"] = {"rows": [0, 24]}
+    place.influence().refused(2, "influence.queries.rows names row 24", "rows from 0 to 23")
+
+
+def test_parameters_that_fit_nothing_are_refused(place: InfluenceWorkplace) -> None:
+    place.section["parameters"] = ["head.*"]
+    place.influence().refused(2, "influence.parameters: no parameter matches 'head.*'")
+
+
+def test_a_run_is_not_replaced_unasked(place: InfluenceWorkplace) -> None:
+    place.ranked()
+    place.influence().refused(2, "the output folder out holds an earlier run", "--overwrite")
