@@ -14,7 +14,7 @@ from psgrad.storage import RunFolder
 from psgrad.workflows.evaluation_bench import Bench, bench_of
 from psgrad.workflows.evaluation_mislabel import evaluate_mislabel
 from psgrad.workflows.evaluation_truths import Found, evaluate_lds, evaluate_loo, evaluate_removal
-from psgrad.workflows.influence import described, without_nonfinite
+from psgrad.workflows.influence_run import described, without_nonfinite
 from psgrad.workflows.influence_setup import set_up_influence
 from psgrad.workflows.record import Clock, describe_run, recorded
 

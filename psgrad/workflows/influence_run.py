@@ -23,7 +23,7 @@ from psgrad.storage import RunFolder
 from psgrad.workflows.analysis import input_of
 from psgrad.workflows.influence_index import open_index, screened_rows
 from psgrad.workflows.influence_ranking import Rankings, rank
-from psgrad.workflows.influence_setup import InfluenceSetup, Moment, chosen_rows, set_up_influence
+from psgrad.workflows.influence_setup import InfluenceSetup, chosen_rows, set_up_influence
 from psgrad.workflows.record import Clock, describe_run, recorded
 
 Say = Callable[[Progress], None]
@@ -259,6 +259,3 @@ def write_tables(result: InfluenceResult, rankings: Rankings, folder: RunFolder)
         from safetensors.numpy import save
 
         folder.write_bytes("matrix.safetensors", save(rankings.matrix))
-
-
-__all__ = ["Moment", "influence"]
