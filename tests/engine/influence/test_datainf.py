@@ -1,0 +1,129 @@
+"""DataInf against its definition: a mean of inverses, each written out, in numpy and float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from psgrad.engine.influence.examples import Examples
+from psgrad.engine.influence.method import Checkpoint, Fitted
+from psgrad.engine.influence.methods import datainf
+from psgrad.engine.influence.methods.datainf import DataInf, MeanOfInverses
+from psgrad.errors import InfluenceError
+from tests.engine.influence.problems import classified, convolution, cross_entropy, examples, gradient_rows
+
+N, M = 13, 4
+
+
+def problem(**options: Any) -> tuple[Examples, Examples]:
+    x, y = classified(N + M, (1, 6, 6))
+    model = convolution()
+    return examples(model, cross_entropy, x[:N], y[:N], **options), examples(model, cross_entropy, x[N:], y[N:], **options)
+
+
+def fitted(training: Examples, **options: Any) -> MeanOfInverses:
+    found = DataInf(**options).fit(training, Checkpoint())
+    assert isinstance(found, MeanOfInverses)
+    return found
+
+
+def matrix(fitted: Fitted, queries: Examples, per: Any = "total") -> dict[str, torch.Tensor]:
+    blocks = list(fitted.scores(queries, per))
+    return {label: torch.cat([block.scores[label] for block in blocks]) for label in blocks[0].scores}
+
+
+def oracle(relative: float = 0.1, weight_decay: float = 0.0) -> dict[str, np.ndarray]:
+    """name -> [N, M]: with each of the n inverses written out."""
+    x, y = classified(N + M, (1, 6, 6))
+    rows, columns = gradient_rows(convolution(), cross_entropy, x, y), problem()[0].flat.columns
+    found = {}
+    for name, own in columns.items():
+        training, queries = rows[:N, own], rows[N:, own]
+        size = training.shape[1]
+        mean = (training**2).mean() + weight_decay
+        added = (relative * mean + weight_decay) * np.eye(size)
+        inverse = np.mean([np.linalg.inv(np.outer(g, g) + added) for g in training], axis=0)
+        found[name] = training @ inverse @ queries.T / N
+    return found
+
+
+def test_scores_are_those_of_the_mean_of_inverses() -> None:
+    training, queries = problem()
+    for options in ({}, {"relative_damping": 0.7, "weight_decay": 0.01}):
+        method = fitted(training, **options)
+        expected = oracle(options.get("relative_damping", 0.1), options.get("weight_decay", 0.0))
+        found = matrix(method, queries, "parameter")
+        for name, value in expected.items():
+            assert np.abs(found[name].numpy() - value).max() < 1e-10 * np.abs(value).max()
+        total = sum(expected.values())
+        assert np.abs(matrix(method, queries)[""].numpy() - total).max() < 1e-10 * np.abs(total).max()
+
+
+def test_one_example_is_solved_exactly() -> None:
+    """Of one example the mean of inverses is the inverse of the empirical Fisher, and the score that of an influence function."""
+    x, y = classified(1 + M, (1, 6, 6))
+    model = convolution()
+    training, queries = examples(model, cross_entropy, x[:1], y[:1]), examples(model, cross_entropy, x[1:], y[1:])
+    rows, own = gradient_rows(model, cross_entropy, x, y), training.flat.columns["5.weight"]
+    g = rows[0, own]
+    expected = rows[1:, own] @ np.linalg.solve(np.outer(g, g) + 0.4 * np.eye(len(g)), g)
+    found = matrix(fitted(training, damping=0.4), queries, "parameter")["5.weight"][0].numpy()
+    assert np.abs(found - expected).max() < 1e-12 * np.abs(expected).max()
+
+
+def test_self_influence_is_the_score_of_an_example_on_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    training, _ = problem(chunk_size=5)
+    monkeypatch.setattr(datainf, "_BLOCK_NUMBERS", 3 * training.flat.size)
+    method = fitted(training)
+    blocks = list(method.self_influence())
+    assert [(block.start, block.stop) for block in blocks] == [(0, 3), (3, 5), (5, 8), (8, 10), (10, 13)]
+    found = torch.cat([block.self_influence for block in blocks])
+    assert torch.allclose(found, matrix(method, training)[""].diagonal(), rtol=1e-10, atol=0)
+    prepared = training.flat.join(method.precondition(training.flat.split(training.materialise())))
+    norms = torch.cat([block.preconditioned_norm for block in blocks])
+    assert torch.allclose(norms, prepared.norm(dim=1), rtol=1e-10, atol=0)
+
+
+@given(size=st.integers(1, N))
+@settings(max_examples=5, deadline=None)
+def test_scores_do_not_depend_on_chunks(size: int) -> None:
+    training, queries = problem(chunk_size=size)
+    expected = sum(oracle().values())
+    assert np.abs(matrix(fitted(training), queries)[""].numpy() - expected).max() < 1e-10 * np.abs(expected).max()
+
+
+def test_float32_scores_are_near_those_of_float64() -> None:
+    x, y = classified(N + M, (1, 6, 6))
+    model = convolution().float()
+    training, queries = examples(model, cross_entropy, x[:N].float(), y[:N]), examples(model, cross_entropy, x[N:].float(), y[N:])
+    expected = sum(oracle().values())
+    assert np.abs(matrix(fitted(training), queries)[""].numpy() - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+def test_another_damping_is_that_of_a_fit_with_it() -> None:
+    training, queries = problem()
+    method = fitted(training)
+    before = matrix(method, queries)[""]
+    for options, same in (({"damping": 0.3}, {"damping": 0.3}), ({"relative": 0.5}, {"relative_damping": 0.5})):
+        again = method.with_damping(**options)  # type: ignore[arg-type]
+        assert torch.allclose(matrix(again, queries)[""], matrix(fitted(training, **same), queries)[""], rtol=1e-10, atol=1e-13)
+        assert again.facts["damping"] == pytest.approx(fitted(training, **same).facts["damping"], rel=1e-12)
+    assert torch.allclose(matrix(method, queries)[""], before, rtol=1e-12, atol=1e-14)
+
+
+def test_a_damping_of_zero_is_refused_with_one_that_would_do() -> None:
+    training, _ = problem()
+    with pytest.raises(InfluenceError, match=r"no inverse for 0\.weight(?s:.*)method\.damping: "):
+        fitted(training, damping=0.0)
+
+
+def test_gradients_that_are_not_finite_are_told() -> None:
+    x, y = classified(N, (1, 6, 6))
+    x[3, 0, 0, 0] = torch.nan
+    with pytest.raises(InfluenceError, match=r"training gradients of 0\.weight are not finite"):
+        fitted(examples(convolution(), cross_entropy, x, y))

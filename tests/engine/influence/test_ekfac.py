@@ -1,0 +1,197 @@
+"""EK-FAC scores against Kronecker products written out, from hooks on layers (kronecker_blocks.py), in float64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from psgrad.engine.influence.examples import Examples
+from psgrad.engine.influence.method import Checkpoint, Fitted
+from psgrad.engine.influence.methods.ekfac import EKFAC, KroneckerFactored
+from psgrad.errors import InfluenceError
+from tests.engine.influence.kronecker_blocks import blocks_of, scores
+from tests.engine.influence.problems import classified, cross_entropy, examples, gauss_newton, gradient_rows, mlp, squared_error
+
+N, M = 11, 4
+
+
+def strided() -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Conv2d(2, 4, 3, stride=2, padding=1), nn.Tanh(), nn.Conv2d(4, 6, 2, dilation=2, groups=2), nn.Tanh(), nn.Flatten()
+    return nn.Sequential(*layers, nn.Linear(24, 3)).double()
+
+
+class Tokens(nn.Module):
+    """Linear layers over positions, an embedding, a norm's scale and shift, and one bias that no weight comes with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.norm = nn.Embedding(9, 5), nn.LayerNorm(5)
+        self.wide, self.narrow = nn.Linear(5, 7), nn.Linear(7, 5, bias=False)
+        self.query, self.key = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(self.embedding(x))
+        weights = (self.query(h) @ self.key(h).transpose(1, 2)).softmax(2)
+        h = weights @ h + self.narrow(torch.tanh(self.wide(h)))
+        return self.head(h).mean(1)
+
+
+def tokens(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(2)
+    return torch.randint(9, (count, 6)), torch.randint(3, (count,))
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[torch.Tensor, torch.Tensor]]]] = {
+    "linear": (mlp, classified),
+    "convolution": (strided, lambda count: classified(count, (2, 8, 8))),
+    "positions": (lambda: Tokens().double(), tokens),
+}
+
+
+def problem(case: str, **options: Any) -> tuple[nn.Module, Examples, Examples]:
+    make, data = CASES[case]
+    model, (x, y) = make(), data(N + M)
+    return model, examples(model, cross_entropy, x[:N], y[:N], **options), examples(model, cross_entropy, x[N:], y[N:], **options)
+
+
+def fitted(training: Examples, **options: Any) -> KroneckerFactored:
+    found = EKFAC(**options).fit(training, Checkpoint())
+    assert isinstance(found, KroneckerFactored)
+    return found
+
+
+def matrix(fitted: Fitted, queries: Examples, per: Any = "total") -> dict[str, torch.Tensor]:
+    blocks = list(fitted.scores(queries, per))
+    return {label: torch.cat([block.scores[label] for block in blocks]) for label in blocks[0].scores}
+
+
+def oracle(case: str, relative: float = 0.1) -> np.ndarray:
+    make, data = CASES[case]
+    model, (x, y) = make(), data(N + M)
+    gradients = gradient_rows(model, cross_entropy, x, y)
+    return scores(blocks_of(model, cross_entropy, x[:N], y[:N]), gradients[:N], gradients[N:], relative)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_scores_are_those_of_the_matrices_written_out(case: str) -> None:
+    _, training, queries = problem(case)
+    found = matrix(fitted(training, fisher="empirical"), queries)[""].numpy()
+    expected = oracle(case)
+    assert np.abs(found - expected).max() < 1e-10 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_self_influence_is_the_score_of_an_example_on_itself(case: str) -> None:
+    _, training, _ = problem(case)
+    method = fitted(training, fisher="empirical")
+    blocks = list(method.self_influence())
+    found = torch.cat([block.self_influence for block in blocks])
+    norms = torch.cat([block.preconditioned_norm for block in blocks])
+    expected = matrix(method, training)[""].diagonal()
+    assert torch.allclose(found, expected, rtol=1e-10, atol=0)
+    prepared = training.flat.join(method.precondition(training.flat.split(training.materialise())))
+    assert torch.allclose(norms, prepared.norm(dim=1), rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("per", ["parameter", "module"])
+def test_layers_add_up_to_the_total(case: str, per: str) -> None:
+    model, training, queries = problem(case)
+    method = fitted(training)
+    parts = matrix(method, queries, per)
+    assert torch.allclose(torch.stack(list(parts.values())).sum(0), matrix(method, queries)[""], rtol=1e-10, atol=1e-14)
+    names = dict(model.named_parameters()) if per == "parameter" else {name.rpartition(".")[0] for name, _ in model.named_parameters()}
+    assert set(parts) == set(names)
+
+
+@given(size=st.integers(1, N), case=st.sampled_from(list(CASES)), fisher=st.sampled_from(["sampled", "exact", "empirical"]))
+@settings(max_examples=6, deadline=None)
+def test_scores_do_not_depend_on_chunks(size: int, case: str, fisher: Any) -> None:
+    found, expected = (
+        matrix(fitted(training, fisher=fisher), queries)[""]
+        for _, training, queries in (problem(case, chunk_size=size), problem(case, chunk_size=N))
+    )
+    assert (found - expected).abs().max() < 1e-10 * expected.abs().max()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_float32_scores_are_near_those_of_float64(case: str) -> None:
+    model, training, queries = problem(case)
+    narrow = [examples(copy.deepcopy(model).float(), cross_entropy, *_rows(each)) for each in (training, queries)]
+    found = matrix(fitted(narrow[0], fisher="empirical"), narrow[1])[""]
+    expected = matrix(fitted(training, fisher="empirical"), queries)[""]
+    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def _rows(of: Examples) -> tuple[torch.Tensor, torch.Tensor]:
+    batch = of.read(0, len(of))
+    return batch.inputs[0].float() if batch.inputs[0].is_floating_point() else batch.inputs[0], batch.target
+
+
+def test_squared_error_of_one_layer_is_solved_exactly() -> None:
+    """The layer's Gauss-Newton matrix, which is its Hessian, is a Kronecker product."""
+    inputs, targets = torch.randn(N + M, 6, dtype=torch.float64), torch.randn(N + M, 3, dtype=torch.float64)
+    model = nn.Linear(6, 3).double()
+    training, queries = (examples(model, squared_error, inputs[rows], targets[rows]) for rows in (slice(N), slice(N, None)))
+    found = matrix(fitted(training, fisher="exact", damping=0.02, weight_decay=0.03), queries)[""].numpy()
+    rows = gradient_rows(model, squared_error, inputs, targets)
+    curvature = gauss_newton(model, squared_error, inputs[:N], targets[:N]) + N * 0.05 * np.eye(21)
+    expected = rows[:N] @ np.linalg.solve(curvature, rows[N:].T)
+    assert np.abs(found - expected).max() < 1e-10 * np.abs(expected).max()
+
+
+def test_another_damping_shares_the_blocks_and_changes_nothing() -> None:
+    _, training, queries = problem("convolution")
+    method = fitted(training, fisher="empirical")
+    before = matrix(method, queries)[""]
+    for options, same in (({"damping": 0.3}, {"damping": 0.3}), ({"relative": 0.5}, {"relative_damping": 0.5})):
+        again = method.with_damping(**options)  # type: ignore[arg-type]
+        assert again.blocks is method.blocks
+        expected = matrix(fitted(training, fisher="empirical", **same), queries)[""]
+        assert torch.allclose(matrix(again, queries)[""], expected, rtol=1e-10, atol=1e-13)
+        assert again.facts["fisher"] == "empirical"
+    assert np.abs(matrix(method.with_damping(relative=0.5), queries)[""].numpy() - oracle("convolution", 0.5)).max() < 1e-12
+    assert torch.allclose(matrix(method, queries)[""], before, rtol=1e-12, atol=1e-14)
+
+
+def test_facts_have_the_damping_and_the_mean_eigenvalue_of_each_block() -> None:
+    _, training, _ = problem("linear")
+    facts = fitted(training, fisher="empirical", weight_decay=0.25, relative_damping=0.2).facts
+    squares = training.materialise().square().mean(0)
+    for label, columns in (("0.weight + 0.bias", slice(0, 35)), ("2.weight + 2.bias", slice(35, 53))):
+        mean = float(squares[columns].mean()) + 0.25  # a rotation leaves the trace
+        assert facts["mean_eigenvalue"][label] == pytest.approx(mean, rel=1e-12)
+        assert facts["damping"][label] == pytest.approx(0.2 * mean, rel=1e-12)
+
+
+def test_a_block_without_an_inverse_is_named_with_a_damping_that_would_do() -> None:
+    _, training, queries = problem("linear")
+    with pytest.raises(InfluenceError, match=r"curvature of 2\.weight \+ 2\.bias has no inverse") as error:
+        fitted(training, fisher="empirical", damping=0.0)
+    advised = float(str(error.value).split("method.damping: ")[1].split(",")[0])
+    assert torch.isfinite(matrix(fitted(training, fisher="empirical", damping=advised), queries)[""]).all()
+
+
+def test_a_layer_that_no_example_uses_is_named() -> None:
+    class Unused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.other = nn.Linear(6, 3), nn.Linear(6, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.used(x) + 0 * self.other(x)
+
+    inputs, labels = classified(N)
+    with pytest.raises(InfluenceError, match=r"other\.weight(?s:.*)leave it out of `parameters`"):
+        fitted(examples(Unused().double(), cross_entropy, inputs, labels))

@@ -1,0 +1,189 @@
+"""Which parameters are found to be products of two factors, with which biases, and what blocks come of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from psgrad.engine.influence.curvature.kronecker import fit_blocks, sampled_rows
+from psgrad.engine.influence.curvature.kronecker.blocks import Block
+from psgrad.engine.influence.curvature.rows import gauss_newton_rows
+from psgrad.engine.influence.examples import Examples
+from psgrad.errors import InfluenceError
+from tests.engine.influence.problems import classified, cross_entropy, examples, gauss_newton, gradient_rows, mlp, squared_error
+
+
+class Bare(nn.Module):
+    """Weights that no layer owns: x @ w + b, a scale without factors, and one weight that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.w, self.b = nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.randn(4))
+        self.scale, self.shift = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(()))
+        self.twice = nn.Linear(4, 4, bias=False)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(x @ self.w + self.b) * self.scale + self.shift
+        return self.head(torch.tanh(self.twice(torch.tanh(self.twice(h)))))
+
+
+class Tied(nn.Module):
+    """An embedding that is the head's weight as well, and a packed projection that is used in slices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(7, 4)
+        self.packed = nn.Parameter(torch.randn(8, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.table(x)
+        h = torch.tanh(F.linear(h, self.packed[:4])) * F.linear(h, self.packed[4:])
+        return (h @ self.table.weight.t()).mean(1)
+
+
+def dense(blocks: list[Block], rows: Examples) -> np.ndarray:
+    """[p, p]: the blocks applied to the unit vectors."""
+    flat = rows.flat
+    total = torch.zeros(flat.size, flat.size, dtype=torch.float64)
+    for block in blocks:
+        vectors = flat.split(torch.eye(flat.size, dtype=torch.float64))
+        found = block.basis.vectors(block.basis.rotate_back(block.basis.rotate(block.basis.matrices(vectors)) * block.values))
+        total += flat.join({name: found.get(name, torch.zeros_like(value)) for name, value in vectors.items()})
+    return total.numpy()
+
+
+def described(blocks: list[Block]) -> dict[str, str]:
+    return {block.label: block.basis.describe() for block in blocks}
+
+
+def test_bare_weights_have_factors_and_biases_go_with_the_weight_whose_factor_they_are_the_sum_of() -> None:
+    inputs, labels = classified(9)
+    found = described(fit_blocks(examples(Bare().double(), cross_entropy, inputs, labels), 9))
+    assert found == {
+        "w + b": "Kronecker factors 7 x 4",
+        "scale": "exact, 4 x 4",
+        "shift": "exact, 1 x 1",
+        "twice.weight": "Kronecker factors 4 x 4",
+        "head.weight + head.bias": "Kronecker factors 3 x 5",
+    }
+
+
+def test_a_bias_of_another_layer_of_the_same_size_stays_by_itself() -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.b = nn.Parameter(torch.randn(6, 3)), nn.Parameter(torch.randn(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(x @ self.w) * self.b
+
+    inputs, labels = classified(9)
+    found = described(fit_blocks(examples(Shifted().double(), cross_entropy, inputs, labels), 9))
+    assert found == {"w": "Kronecker factors 6 x 3", "b": "exact, 3 x 3"}
+
+
+def test_a_tied_table_is_one_matrix_and_slices_of_a_packed_weight_have_blocks_of_their_own() -> None:
+    torch.manual_seed(1)
+    tokens, labels = torch.randint(7, (12, 5)), torch.randint(7, (12,))
+    found = described(fit_blocks(examples(Tied().double(), cross_entropy, tokens, labels), 12))
+    assert found == {
+        "packed[0:4, 0:4]": "Kronecker factors 4 x 4",
+        "packed[4:8, 0:4]": "Kronecker factors 4 x 4",
+        "table.weight": "Kronecker factors 7 x 4",
+    }
+
+
+def test_a_tied_table_has_the_basis_of_all_its_uses() -> None:
+    """Against the factors of both uses, by hooks: counts and the head's cotangents on the left, cotangents of rows and the head's input on
+    the right."""
+    torch.manual_seed(1)
+    model = Tied().double()
+    tokens, labels = torch.randint(7, (12, 5)), torch.randint(7, (12,))
+    left, right = torch.zeros(7, 7).double(), torch.zeros(4, 4).double()
+    for x, y in zip(tokens, labels, strict=True):
+        rows = model.table.weight[x].detach().requires_grad_()
+        h = torch.tanh(F.linear(rows, model.packed[:4])) * F.linear(rows, model.packed[4:])
+        logits = h @ model.table.weight.detach().t()
+        of_rows, of_logits = torch.autograd.grad(F.cross_entropy(logits.mean(0)[None], y[None]), (rows, logits))
+        left += of_logits.t() @ of_logits + F.one_hot(x, 7).double().sum(0).diag()
+        right += of_rows.t() @ of_rows + h.t() @ h.detach()
+    block = fit_blocks(examples(model, cross_entropy, tokens, labels), 12)[-1]
+    assert block.basis.left is not None
+    assert block.basis.right is not None
+    for basis, moment in ((block.basis.left[0], left), (block.basis.right[0], right)):
+        turned = basis.t() @ moment.detach() @ basis
+        assert torch.allclose(turned, turned.diagonal().diag(), atol=1e-12 * float(moment.detach().trace()))
+
+
+def test_squared_error_of_one_layer_has_its_gauss_newton_matrix() -> None:
+    """All outputs have the same curvature, so that the matrix is a Kronecker product."""
+    inputs = torch.randn(20, 6, dtype=torch.float64)
+    targets = torch.randn(20, 3, dtype=torch.float64)
+    model = nn.Linear(6, 3).double()
+    training = examples(model, squared_error, inputs, targets)
+    blocks = fit_blocks(gauss_newton_rows(training), 20)
+    expected = gauss_newton(model, squared_error, inputs, targets) / 20
+    assert np.abs(dense(blocks, training) - expected).max() < 1e-11 * np.abs(expected).max()
+
+
+def test_one_sample_of_layers_with_one_position_has_its_blocks_of_the_gauss_newton_matrix() -> None:
+    inputs, labels = classified(1)
+    model = mlp()
+    training = examples(model, cross_entropy, inputs, labels)
+    expected = gauss_newton(model, cross_entropy, inputs, labels)
+    found = dense(fit_blocks(gauss_newton_rows(training), 1), training)
+    for owner in ("0", "2"):
+        own = np.r_[training.flat.columns[f"{owner}.weight"], training.flat.columns[f"{owner}.bias"]]
+        assert np.abs((found - expected)[np.ix_(own, own)]).max() < 1e-12 * np.abs(expected).max()
+
+
+def test_a_block_without_factors_is_the_second_moment_of_its_gradients() -> None:
+    inputs, labels = classified(9)
+    model = Bare().double()
+    training = examples(model, cross_entropy, inputs, labels)
+    rows = gradient_rows(model, cross_entropy, inputs, labels)
+    own = training.flat.columns["scale"]
+    expected = rows[:, own].T @ rows[:, own] / 9
+    assert np.abs(dense(fit_blocks(training, 9), training)[own, own] - expected).max() < 1e-13
+
+
+def test_sampled_rows_have_the_gauss_newton_matrix_as_their_mean() -> None:
+    """Signs e with e_k e_l = 0 on average: over many draws what is left falls as one over their root."""
+    inputs, labels = classified(4)
+    model = mlp()
+    training = examples(model, cross_entropy, inputs, labels)
+    expected = gauss_newton(model, cross_entropy, inputs, labels)
+
+    def error(draws: int) -> float:
+        rows = sampled_rows(training, draws, seed=3).materialise().numpy()
+        return float(np.linalg.norm(rows.T @ rows - expected) / np.linalg.norm(expected))
+
+    assert error(6400) < 0.03
+    assert error(6400) < error(64) / 3
+
+
+def test_sampled_rows_follow_from_the_seed_and_the_sample_alone() -> None:
+    inputs, labels = classified(7)
+    model = mlp()
+    of = {
+        (size, seed): sampled_rows(examples(model, cross_entropy, inputs, labels, chunk_size=size), 2, seed).materialise()
+        for size in (1, 4, 7)
+        for seed in (0, 1)
+    }
+    for size in (1, 4):
+        assert torch.allclose(of[size, 0], of[7, 0], rtol=0, atol=1e-13)
+    assert (of[7, 0] - of[7, 1]).abs().max() > 0.01
+    assert (of[7, 0][::2] - of[7, 0][1::2]).abs().max() > 0.01
+
+
+def test_gradients_that_are_not_finite_are_told() -> None:
+    inputs, labels = classified(9)
+    inputs[4, 0] = torch.inf
+    with pytest.raises(InfluenceError, match="not finite"):
+        fit_blocks(examples(mlp(), cross_entropy, inputs, labels), 9)
