@@ -1,0 +1,263 @@
+"""What a person sees of an influence run: the page, its figures and the terminal, each with sign and unit, harmless and bounded."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from psgrad.reports.influence import write_influence_report
+from psgrad.reports.influence_html import flattened, render_influence
+from psgrad.reports.influence_terminal import summary, write_influence
+from psgrad.reports.influence_words import examples, signed
+from psgrad.results import ALL_INDEX, SIGN, InfluenceResult, TopSample, pairs_of
+from tests.reports.influence_runs import UNIT, made_up, result
+from tests.reports.test_html import LIMIT_BYTES, Page
+
+EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&{{7*7}}$x^$"
+
+
+def _page(found: InfluenceResult) -> Page:
+    html = render_influence(found, [])
+    assert len(html.encode()) <= LIMIT_BYTES
+    page = Page(html)
+    assert not {"script", "iframe", "object", "embed", "link", "form", "base"} & set(page.tags)
+    for _, name, value in page.attributes:
+        assert not name.startswith("on")
+        assert name != "href"
+        assert name != "src" or value.startswith(("data:image/png;base64,", "data:image/svg+xml;base64,"))
+    assert ("meta", "content", "default-src 'none'; img-src data:; style-src 'unsafe-inline'") in page.attributes
+    return page
+
+
+def _terminal(found: InfluenceResult, top: int = 3, style: str = "terminal") -> str:
+    stream = io.StringIO()
+    write_influence(found, top, style, stream)
+    return stream.getvalue()
+
+
+def _pictures(page: Page) -> int:
+    return sum((tag, name) == ("img", "src") for tag, name, _ in page.attributes)
+
+
+# -- the page --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_shows_each_query_with_what_helps_and_hurts_it() -> None:
+    found = result()
+    page = _page(found)
+    assert "All 20 queries" in page.text
+    for query in (ALL_INDEX, *range(6)):
+        for side in pairs_of(found.scores, query, 6):
+            for pair in side.to_dict("records"):
+                assert pair["train_id"] in page.text
+                assert signed(pair["score"]) in page.text
+    assert "Query test-00005: label" in page.text
+    assert "Query test-00006" not in page.text
+    assert "The first 6 of 20 queries are shown" in page.text
+    assert _pictures(page) == 6 + 7 * 12
+
+
+def test_the_page_says_sign_and_unit_and_where_the_numbers_come_from() -> None:
+    text = _page(result(manifest={**result().manifest, "influence": {"normalize": "self_influence"}})).text
+    for words in (SIGN.capitalize(), UNIT.capitalize(), "0.0123", "3.1e-13", "Spectrum largest", "gauss_newton", "digits.py:build"):
+        assert words in text
+    assert "Normalised by" in text
+    assert "Nothing here is differentially private" in text
+    assert "no method predicts that from one model" in text
+    assert "Normalised by" not in _page(result(manifest={"influence": {"normalize": "none"}})).text
+
+
+def test_a_method_that_predicts_no_removal_says_so() -> None:
+    text = _page(result(method="gradient_dot", unit="fall of the loss by one step", predicts_removal=False)).text
+    assert "This method predicts no retraining" in text
+    assert "had the model been trained to the end without this example" not in text
+    assert "Fall of the loss by one step" in text
+
+
+def test_warnings_and_excluded_rows_are_counted_and_named() -> None:
+    warnings = [f"not converged: query {number}" for number in range(30)]
+    found = result(nonfinite=25, warnings=warnings)
+    page = _page(found)
+    assert "25 training examples excluded: loss or gradient not finite" in page.text
+    gone = found.training.loc[found.training["status"] != "ok", "id"]
+    assert [each in page.text for each in gone] == [True] * 20 + [False] * 5
+    assert "the others are in self_influence.parquet" in page.text
+    assert "not converged: query 19" in page.text
+    assert "10 more warnings are in manifest.json" in page.text
+    assert "excluded" not in _page(result(nonfinite=0)).text.replace("excluded, not finite", "")
+
+
+def test_an_excluded_query_is_named_and_not_shown() -> None:
+    found = result(m=3)
+    page = _page(replace(found, queries=found.queries.assign(status=["nonfinite", "ok", "ok"])))
+    assert "1 query excluded" in page.text
+    assert "Query test-00000" not in page.text
+    assert "All 2 queries" in page.text
+
+
+def test_several_checkpoints_have_a_spread_and_each_its_facts() -> None:
+    found = result(checkpoints=2, inputs=None)
+    two = replace(found, facts=[{"damping": 0.25}, {"damping": 0.75}])
+    page = _page(two)
+    assert "over checkpoints" in page.text
+    assert "0.25, 0.75" in page.text
+    pair = pairs_of(found.scores, 0, 1)[0].iloc[0]
+    assert f"± {pair['score_std']:.2g}" in page.text
+
+
+def test_markup_from_ids_classes_texts_and_facts_stays_text() -> None:
+    found = result(40, 2, inputs="text")
+    evil = replace(
+        found,
+        scores=found.scores.assign(train_id=EVIL),
+        queries=found.queries.assign(id=EVIL),
+        training=found.training.assign(id=EVIL),
+        manifest={"config": {"report": {"title": EVIL}}, "influence": {"checkpoints": [{"path": EVIL}, {"path": EVIL}], "normalize": EVIL}},
+        method=EVIL,
+        unit=EVIL,
+        measurement=EVIL,
+        training_inputs={row: TopSample(row, text=EVIL) for row in found.training_inputs},
+        facts=[{EVIL: EVIL}],
+        warnings=[EVIL],
+        class_names=[EVIL] * 10,
+    )
+    page = _page(evil)
+    assert "<script>alert(1)</script>" in page.text
+    assert "{{7*7}}" in page.text
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        pytest.param(result(1, 1, nonfinite=0), id="one of each"),
+        pytest.param(result(5, 3, nonfinite=5), id="nothing finite"),
+        pytest.param(result(6, 2, scores=np.zeros((2, 6))), id="all zero"),
+        pytest.param(result(6, 2, scores=-np.ones((2, 6))), id="all hurt"),
+        pytest.param(result(6, 2, scores=np.full((2, 6), 1e-30)), id="tiny"),
+        pytest.param(result(6, 2, inputs=None, manifest={}, facts=[], shown={}), id="nothing known"),
+        pytest.param(result(30, 2, inputs="text", checkpoints=2), id="text"),
+        pytest.param(replace(result(6, 2), query_inputs={}), id="a query without a picture"),
+    ],
+)
+def test_every_shape_of_result_is_reported(found: InfluenceResult) -> None:
+    files: dict[str, bytes] = {}
+    write_influence_report(found, files.__setitem__)
+    assert "This run" in Page(files["report.html"].decode()).text
+    assert found.folder.name in _terminal(found)
+
+
+def test_results_without_targets_or_self_influence_are_reported() -> None:
+    found = result(20, 2, inputs=None)
+    bare = replace(
+        found,
+        queries=found.queries.drop(columns=["target", "prediction", "confidence", "measurement"]),
+        training=found.training.drop(columns=["target", "prediction", "confidence", "self_influence"]),
+    )
+    files: dict[str, bytes] = {}
+    write_influence_report(bare, files.__setitem__)
+    assert "plots/self_influence.png" not in files
+    assert "label" not in _terminal(bare)
+
+
+def test_the_page_is_small_with_the_largest_inputs() -> None:
+    found = result(200, 10, inputs="large", class_names=["c" * 5000] * 10, facts=[{f"fact {i}": "f" * 9999 for i in range(999)}])
+    assert _pictures(_page(found)) == 6 + 7 * 12
+    text = TopSample(0, text="ü" * 10**6)
+    _page(replace(found, training_inputs=dict.fromkeys(found.training_inputs, text), query_inputs=dict.fromkeys(range(6), text)))
+
+
+def test_many_examples_make_no_large_report() -> None:
+    found = result(100_000, 2, k=10)
+    files: dict[str, bytes] = {}
+    began = time.process_time()
+    write_influence_report(found, files.__setitem__)
+    assert time.process_time() - began < 10
+    assert len(files["report.html"]) < 1_000_000
+    assert list(files) == [
+        *(f"plots/{name}_sheet.png" for name in ("all_queries", "query_1", "query_2")),
+        *(f"plots/{name}.png" for name in ("score_distributions", "cumulative_influence", "self_influence")),
+        "report.html",
+    ]
+
+
+def test_the_same_result_gives_the_same_page() -> None:
+    assert render_influence(result(), []) == render_influence(result(), [])
+
+
+def test_nested_facts_get_one_name_each() -> None:
+    assert flattened({"mean_eigenvalue": 2, "spectrum": {"largest": 3, "by_layer": {"0": 1}}, "residual": None}) == {
+        "Mean eigenvalue": 2,
+        "Spectrum largest": 3,
+        "Spectrum by_layer 0": 1,
+    }
+
+
+# -- the terminal ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_terminal_has_sign_and_unit_then_both_sides_of_each_query() -> None:
+    found = result()
+    lines = _terminal(found).splitlines()
+    assert lines[0] == f"influence function; {SIGN}"
+    assert lines[1] == f"unit: {UNIT}"
+    assert lines[3] == "All 20 queries"
+    assert lines[4].split() == ["rank", "helps", "id", "label", "model", "hurts", "id", "label", "model"]
+    (helps, hurts) = (side.to_dict("records") for side in pairs_of(found.scores, ALL_INDEX, 3))
+    for line, rank, helping, hurting in zip(lines[5:8], "123", helps, hurts, strict=True):
+        cells = line.split()
+        assert [cells[0], cells[1], cells[2]] == [rank, signed(helping["score"]), helping["train_id"]]
+        assert cells[5:7] == [signed(hurting["score"]), hurting["train_id"]]
+    assert lines[-1] == "runs/digits-influence"
+    assert sum(line.startswith("Query ") for line in lines) == 3
+
+
+def test_one_query_is_not_shown_twice() -> None:
+    assert "All" not in _terminal(result(m=1))
+    assert "All" not in _page(result(m=1)).text.replace("All training", "")
+
+
+def test_json_has_all_that_is_ranked_and_no_nan() -> None:
+    found = result(checkpoints=2)
+    found = replace(found, scores=found.scores.assign(score_std=np.nan))
+    content = json.loads(_terminal(found, style="json"), parse_constant=lambda name: pytest.fail(name))
+    assert len(content["scores"]) == len(found.scores)
+    assert content["sign"] == SIGN
+    assert content["unit"] == UNIT
+    assert content["scores"][0]["score"] == found.scores["score"].iloc[0]
+    assert content["scores"][0]["score_std"] is None
+
+
+def test_the_summary_counts_what_was_left_out() -> None:
+    assert summary(result(nonfinite=1, m=1)) == (
+        "300 training examples scored for 1 query; 1 training example excluded, whose loss or gradient is not finite"
+    )
+    assert summary(result(nonfinite=0, m=2)) == "300 training examples scored for 2 queries"
+
+
+# -- words -----------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("score", "words"), [(0.00024, "+0.000240"), (-1234.5, "-1.23e+03"), (123.0, "+123"), (1e-9, "+1.00e-09"), (np.nan, "–")]
+)
+def test_scores_are_written_with_their_sign(score: float, words: str) -> None:
+    assert signed(score) == words
+
+
+def test_an_example_is_described_by_its_own_row() -> None:
+    found = result()
+    for side, pairs in zip(examples(found, 0, 4), pairs_of(found.scores, 0, 4), strict=True):
+        for example, pair in zip(side, pairs.to_dict("records"), strict=True):
+            row: dict[Any, Any] = found.training.loc[pair["train_index"]].to_dict()
+            assert (example.id, example.label, example.prediction) == (row["id"], str(row["target"]), str(row["prediction"]))
+            assert example.differs == (row["target"] != row["prediction"])
+            assert example.input is not None
+            np.testing.assert_array_equal(example.input.image, made_up(row["id"], int(pair["train_index"]), "image").image)
+            assert isinstance(pairs, pd.DataFrame)

@@ -1,0 +1,131 @@
+"""The figures of an influence report: they draw what they say, with sign and unit, and count what they leave out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from psgrad.reports.influence_plots import cumulative, draw_influence_plots, score_distributions, self_influence_against_loss
+from psgrad.reports.influence_sheets import PER_SIDE, query_sheet
+from psgrad.reports.influence_words import signed
+from psgrad.results import ALL_INDEX, SIGN, carriers, pairs_of
+from tests.reports.influence_runs import UNIT, result
+
+
+def _words(figure: Figure) -> str:
+    said = [text.get_text() for axes in figure.axes for text in axes.texts]
+    said += [words for axes in figure.axes for words in (axes.get_title(), axes.get_xlabel(), axes.get_ylabel())]
+    return " ".join([*said, figure.get_suptitle(), figure.get_supxlabel()]).replace("\n", " ")
+
+
+def _ticks(axes: Axes) -> list[tuple[float, float]]:
+    """The strongest scores, drawn as ticks under their rows: (row, score)."""
+    return [
+        (round(float(row)), float(score))
+        for line in axes.lines
+        if line.get_marker() == "|"
+        for score, row in zip(*line.get_data(), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("inputs", ["image", "text", None])
+def test_a_sheet_has_the_strongest_of_either_sign_with_sign_and_unit(inputs: str | None) -> None:
+    found = result(inputs=inputs, checkpoints=2)
+    for query in (0, ALL_INDEX):
+        words = _words(query_sheet(found, query, "sheet").figure)
+        for side in pairs_of(found.scores, query, PER_SIDE):
+            assert len(side) == PER_SIDE
+            for pair in side.to_dict("records"):
+                assert signed(pair["score"]) in words
+                assert pair["train_id"] in words
+        assert UNIT in words
+        assert SIGN in words
+
+
+def test_a_sheet_of_pictures_shows_each_pairs_own() -> None:
+    found = result()
+    axes = [each for each in query_sheet(found, 0, "sheet").figure.axes if each.images]
+    pairs = [pair for side in pairs_of(found.scores, 0, PER_SIDE) for pair in side.to_dict("records")]
+    shown = [each for each in axes if each.get_title() != "the query"]
+    assert len(axes) == len(shown) + 1
+    for each, pair in zip(shown, pairs, strict=True):
+        expected = found.training_inputs[pair["train_index"]].image
+        assert expected is not None
+        drawn = np.asarray(each.images[0].get_array())[..., 0]
+        np.testing.assert_array_equal(drawn, np.round(expected[0] * 255))
+        assert each.get_title() == signed(pair["score"])
+
+
+def test_a_side_without_examples_says_so() -> None:
+    found = result(6, 2, scores=-np.ones((2, 6)))
+    assert "nothing helps" in _words(query_sheet(found, 0, "sheet").figure)
+
+
+def test_distributions_have_each_querys_strongest_on_its_row() -> None:
+    found = result()
+    (axes,) = score_distributions(found).figure.axes
+    columns = [found.training["overall"].to_numpy(), *found.shown.values()]
+    expected = []
+    for row, values in enumerate(columns):
+        finite = np.sort(values[np.isfinite(values)])
+        expected += [(row, score) for score in [*finite[-10:], *finite[:10]]]
+    assert sorted(_ticks(axes)) == sorted(expected)
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["(all)", *(f"test-{query:05d}" for query in range(6))]
+    assert UNIT in axes.get_xlabel().replace("\n", " ")
+    assert SIGN in axes.get_xlabel().replace("\n", " ")
+    helping = np.nanmean(np.where(np.isnan(columns[1]), np.nan, columns[1] > 0))
+    assert f"{helping:.0%}" in _words(axes.figure)  # type: ignore[arg-type]
+
+
+def test_no_score_is_off_the_axis_of_distributions() -> None:
+    found = result(scores=np.linspace(-1, 5, 600).reshape(2, 300), m=2)
+    (axes,) = score_distributions(found).figure.axes
+    low, high = axes.get_xlim()
+    assert low < -1
+    assert high > 5
+
+
+def test_dots_on_the_cumulative_curves_are_the_carriers() -> None:
+    found = result()
+    plot = cumulative(found)
+    (axes,) = plot.figure.axes
+    dots = sorted(float(line.get_xdata()[0]) for line in axes.lines if line.get_marker() == "o")  # type: ignore[index]
+    columns = [found.training["overall"].to_numpy(), *found.shown.values()]
+    assert dots == sorted(carriers(values, share) for values in columns for share in (0.5, 0.9))
+    half = np.median([carriers(values, 0.5) for values in found.shown.values()])
+    assert f"{half:,.0f} carry half of it" in plot.caption
+
+
+def test_each_training_example_is_a_point_and_the_others_are_counted() -> None:
+    found = result()
+    negative = found.training.assign(self_influence=found.training["self_influence"].where(found.training["index"] > 9, -1.0))
+    plot = self_influence_against_loss(replace(found, training=negative))
+    (axes,) = plot.figure.axes
+    drawn = sum(len(each.get_offsets()) for each in axes.collections)  # type: ignore[arg-type]
+    usable = (negative["status"] == "ok") & (negative["self_influence"] > 0)
+    assert drawn == usable.sum()
+    missing = ((negative["status"] == "ok") & (negative["self_influence"] <= 0)).sum()
+    assert f"Not drawn: {missing:,} whose" in plot.caption
+    assert UNIT in axes.get_xlabel().replace("\n", " ")
+
+
+def test_what_a_run_has_not_is_not_drawn() -> None:
+    found = result()
+    names = [plot.name for plot in draw_influence_plots(found)]
+    assert names[0] == "all_queries_sheet"
+    assert names[-1] == "self_influence"
+    without = replace(found, training=found.training.drop(columns="self_influence"))
+    assert "self_influence" not in [plot.name for plot in draw_influence_plots(without)]
+    assert next(plot.name for plot in draw_influence_plots(result(m=1))) == "query_1_sheet"
+
+
+@pytest.mark.filterwarnings("error")
+def test_figures_render_without_warnings_whatever_the_names_are() -> None:
+    found = result(20, 2, class_names=["$x^$ \\frac{ 漢"] * 10)
+    evil = replace(found, unit="$x^$ \\frac{", queries=found.queries.assign(id="$y^$"), scores=found.scores.assign(train_id="$z_$"))
+    for plot in draw_influence_plots(evil):
+        assert plot.png().startswith(b"\x89PNG")

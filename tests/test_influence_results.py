@@ -1,0 +1,102 @@
+"""The tables of an influence run: who is ranked where, and how many examples carry how much."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from psgrad.results import (
+    ALL_INDEX,
+    SCORE_COLUMNS,
+    carriers,
+    cumulative_influence,
+    pairs_of,
+    ranked_pairs,
+    shown_queries,
+    shown_rows,
+)
+from tests.reports.influence_runs import strongest
+
+NAN = float("nan")
+
+
+def _pairs(scores: list[list[float]], k: int, **options: Any) -> pd.DataFrame:
+    array = np.array(scores, dtype=float)
+    m, n = array.shape
+    return ranked_pairs(
+        [f"q{i}" for i in range(m)], range(10, 10 + m), np.array([f"t{i}" for i in range(n)]), *strongest(array, k), **options
+    )
+
+
+@given(
+    st.lists(st.lists(st.sampled_from([-2.0, -1.0, 0.0, 1.0, 2.0, NAN]), min_size=5, max_size=5), min_size=1, max_size=4), st.integers(1, 7)
+)
+def test_ranks_are_those_of_a_plain_sort(scores: list[list[float]], k: int) -> None:
+    found = _pairs(scores, k)
+    expected = []
+    for query, row in enumerate(scores):
+        helps = sorted((-score, place) for place, score in enumerate(row) if score > 0)[:k]
+        hurts = sorted((score, place) for place, score in enumerate(row) if score < 0)[:k]
+        expected += [(10 + query, rank, place, -score) for rank, (score, place) in enumerate(helps, 1)]
+        expected += [(10 + query, -rank, place, score) for rank, (score, place) in enumerate(hurts, 1)]
+    assert list(found[["query_index", "rank", "train_index", "score"]].itertuples(index=False, name=None)) == expected
+    assert list(found["query_id"]) == [f"q{query - 10}" for query, *_ in expected]
+    assert list(found["train_id"]) == [f"t{place}" for _, _, place, _ in expected]
+
+
+def test_extras_stay_with_their_pairs_and_columns_come_in_one_order() -> None:
+    values, rows = strongest(np.array([[3.0, -1.0, 2.0]]), 2)
+    spread = np.where(rows >= 0, rows / 10, NAN)
+    found = ranked_pairs(["q"], [0], np.array([7, 8, 9]), values, rows, {"score_std": spread}, layer="2.weight")
+    assert list(found) == [column for column in SCORE_COLUMNS if column != "rank_stability"]
+    assert found["score_std"].tolist() == [0.0, 0.2, 0.1]
+    assert found["train_id"].tolist() == [7, 9, 8]
+    assert set(found["layer"]) == {"2.weight"}
+
+
+def test_query_ids_are_text_beside_the_name_of_all_queries() -> None:
+    values, rows = strongest(np.array([[1.0]]), 1)
+    assert ranked_pairs([12], [0], np.array([3]), values, rows)["query_id"].tolist() == ["12"]
+
+
+def test_a_query_is_looked_up_over_all_layers() -> None:
+    total, layer = _pairs([[1.0, -2.0, 3.0]], 2, layer=""), _pairs([[9.0, 9.0, 9.0]], 2, layer="0")
+    helps, hurts = pairs_of(pd.concat([layer, total]), 10, 1)
+    assert helps["train_index"].tolist() == [2]
+    assert hurts["score"].tolist() == [-2.0]
+
+
+def test_what_is_shown_are_the_first_queries_with_scores_and_their_strongest() -> None:
+    queries = pd.DataFrame({"index": [10, 11, 12], "status": ["ok", "nonfinite", "ok"]})
+    scores = pd.concat(
+        [
+            _pairs([[1.0, 0.0, 0.0, -1.0, 0.0], [5.0] * 5, [0.0, 2.0, 1.0, 0.0, 0.0]], 1),
+            _pairs([[0.0, 0.0, 0.0, 0.0, 7.0]], 1).assign(query_index=ALL_INDEX),
+        ]
+    )
+    assert shown_queries(queries, 2) == [10, 12]
+    assert shown_rows(scores, queries, 2, 1) == ([10, 12], [0, 1, 3, 4])
+    assert shown_rows(scores, queries, 1, 1) == ([10], [0, 3, 4])
+
+
+@given(st.lists(st.integers(-5, 50), min_size=1, max_size=30), st.sampled_from([0.25, 0.5, 0.9, 1.0]))
+def test_carriers_are_counted_as_by_hand(scores: list[int], share: float) -> None:
+    positive = sorted((score for score in scores if score > 0), reverse=True)
+    by_hand = next((k for k in range(1, len(positive) + 1) if sum(positive[:k]) / sum(positive) >= share), 0)
+    assert carriers(np.array(scores, dtype=float), share) == by_hand
+
+
+def test_the_cumulative_share_ends_at_one_and_leaves_out_what_hurts() -> None:
+    np.testing.assert_allclose(cumulative_influence(np.array([1.0, -9.0, 3.0, NAN, 0.0])), [0.75, 1.0])
+    assert len(cumulative_influence(np.array([-1.0]))) == 0
+
+
+@pytest.mark.parametrize("k", [1, 3, 9])
+def test_fewer_than_k_of_a_sign_are_fewer_rows(k: int) -> None:
+    found = _pairs([[2.0, 1.0, -1.0, 0.0]], k)
+    assert found["rank"].tolist() == [*range(1, min(k, 2) + 1), -1]
