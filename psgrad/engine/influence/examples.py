@@ -86,10 +86,13 @@ class Examples:
 
         return self._run(_Asking(said, needs_factors=False))
 
-    def fold(self, query: Callable[[PerSampleGradients], Tree]) -> Tree:
-        """The sum over the chunks of what `query` says of each: a pytree of tensors, which stay on the device."""
+    def fold(self, query: Callable[[Any], Tree], way: Callable[..., Any] | None = None) -> Tree:
+        """The sum over the chunks of what `query` says of each one's gradients: a pytree of tensors, which stay on the device.
+
+        way: what is computed of a chunk and shown to `query`, as in Stream.run; None for the gradients.
+        """
         summing: _Summing[Tree] = _Summing(query)
-        for _ in self._run(summing):
+        for _ in self._run(summing, way):
             pass
         assert summing.total is not None, "no rows"
         return summing.total
@@ -128,12 +131,12 @@ class _Summing(Generic[Tree]):
 
     needs_factors = True
 
-    def __init__(self, query: Callable[[PerSampleGradients], Tree]) -> None:
+    def __init__(self, query: Callable[[Any], Tree]) -> None:
         self.total: Tree | None = None
         self._query = query
         self._chunk: Tree | None = None
 
-    def columns(self, gradients: PerSampleGradients) -> dict[str, torch.Tensor]:
+    def columns(self, gradients: Any) -> dict[str, torch.Tensor]:
         self._chunk = self._query(gradients)
         return {}
 

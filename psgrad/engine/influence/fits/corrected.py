@@ -1,0 +1,64 @@
+"""Influence with the one-step leverage correction, on top of a way to invert the curvature."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Self
+
+import torch
+
+from psgrad.engine.influence.curvature.rows import output_factors
+from psgrad.engine.influence.examples import Examples
+from psgrad.engine.influence.fits.setting import Setting
+from psgrad.engine.influence.leverage import Leverage, with_cotangents
+from psgrad.engine.influence.method import Fitted, Per, Preconditioned, ScoreBlock, SelfBlock
+
+
+class Invertible(Preconditioned):
+    """A fit whose scores can be corrected."""
+
+    setting: Setting
+
+    @abstractmethod
+    def leverage(self, root: torch.Tensor, gradient: torch.Tensor) -> Leverage:
+        """root, gradient: as `output_factors` has them."""
+
+    @abstractmethod
+    def on(self, training: Examples, weights: torch.Tensor) -> Self:
+        """The same inverse for the same examples with other gradients. weights: of Leverage, by which they are others."""
+
+    @abstractmethod
+    def with_damping(self, *, damping: float | None = None, relative: float | None = None) -> Self:
+        """The same curvature with another damping: an absolute one, or one relative to the mean eigenvalue."""
+
+
+class Corrected(Fitted):
+    """facts: those of the fit, and `largest_leverage`, the largest eigenvalue of any example's L_i M_i.
+
+    An example without which the training problem has no solution is told, and its scores are NaN.
+    """
+
+    def __init__(self, plain: Invertible) -> None:
+        training = plain.training
+        root, _, gradient = output_factors(training)
+        self.plain = plain
+        self.leverage = plain.leverage(root, gradient)
+        self.leverage.tell(plain.setting.say)
+        weights = self.leverage.weights.nan_to_num(0.0)
+        self.removed = plain.on(with_cotangents(training, gradient + (root @ weights.unsqueeze(2)).squeeze(2)), weights)
+        self.facts = {**plain.facts, "largest_leverage": float(self.leverage.largest.max())}
+
+    def with_damping(self, *, damping: float | None = None, relative: float | None = None) -> Corrected:
+        """As that of the fit."""
+        return Corrected(self.plain.with_damping(damping=damping, relative=relative))
+
+    def scores(self, queries: Examples, per: Per = "total") -> Iterator[ScoreBlock]:
+        for block in self.removed.scores(queries, per):
+            gone = self.leverage.gone[block.start : block.stop].unsqueeze(1)
+            yield replace(block, scores={label: value.masked_fill(gone, torch.nan) for label, value in block.scores.items()})
+
+    def self_influence(self) -> Iterator[SelfBlock]:
+        for block in self.plain.self_influence():
+            yield replace(block, self_influence=block.self_influence + self.leverage.extra[block.start : block.stop])

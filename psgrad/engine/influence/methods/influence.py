@@ -1,0 +1,180 @@
+"""The influence function: what one Newton step on the training loss without the example would do to the query's loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from psgrad.engine.influence.curvature.products import CurvatureProducts
+from psgrad.engine.influence.curvature.rows import LARGEST_OUTPUT, output_size
+from psgrad.engine.influence.damping import Damping
+from psgrad.engine.influence.examples import Examples
+from psgrad.engine.influence.fits.corrected import Corrected
+from psgrad.engine.influence.fits.iterative import ByProducts, Solve
+from psgrad.engine.influence.fits.kernel import ByKernel
+from psgrad.engine.influence.fits.matrix import ByMatrix
+from psgrad.engine.influence.fits.setting import TITLES, Setting
+from psgrad.engine.influence.method import Checkpoint, Fitted, Method
+from psgrad.engine.influence.solvers.arnoldi import arnoldi
+from psgrad.engine.influence.solvers.conjugate_gradient import conjugate_gradient
+from psgrad.engine.influence.solvers.dual import LARGEST_KERNEL
+from psgrad.engine.influence.solvers.lissa import lissa
+from psgrad.engine.influence.solvers.preconditioner import Diagonal, Preconditioner, nystroem
+from psgrad.errors import InfluenceError
+
+# Parameters up to which the curvature is written out: 288 MB, and seconds for its factor.
+LARGEST_MATRIX = 6000
+
+_SOLVERS = ("auto", "exact", "dual", "conjugate_gradient", "lissa", "arnoldi")
+_PRECONDITIONERS = ("none", "diagonal", "nystroem")
+# Products at most, where the options don't say.
+_ITERATIONS = {"conjugate_gradient": 200, "lissa": 5000, "arnoldi": 200}
+
+
+@dataclass(frozen=True)
+class Influence(Method):
+    """score = g_q' (n (C + (weight_decay + lam) I))^-1 g_i, with C the mean curvature of the training loss and lam the damping.
+
+    Koh and Liang, "Understanding Black-box Predictions via Influence Functions" (2017), equation 2, times -1/n: their sign is that of
+    adding weight to the example, ours that of its removal.
+
+    Attributes:
+        curvature: 'gauss_newton' (sum of J_i' L_i J_i, never negative; for a softmax or least-squares loss also the Fisher information),
+            'hessian', or 'fisher' (the empirical one, sum of g_i g_i').
+        solver: 'exact' writes C out, 'dual' the inner products of its rows; 'conjugate_gradient', 'lissa' and 'arnoldi' take products
+            with C alone, and 'arnoldi' inverts C along its leading eigenvectors only, which is another estimand. 'auto' takes the first
+            of exact, dual and conjugate_gradient that the sizes allow.
+        damping: lam; None for `relative_damping` times the mean eigenvalue of C.
+        weight_decay: of training, on the mean loss; it is part of the curvature, whatever the damping.
+        leverage: whether scores are corrected for what a removal does to the curvature (leverage.py). For gauss_newton, exact or dual.
+        tolerance, iterations: of conjugate_gradient and lissa, the relative residual of each query and products at most (arnoldi: the size
+            of its Krylov space); None for 200, 5000 and 200. preconditioner: of conjugate_gradient, 'none', 'diagonal' or 'nystroem'.
+        rank: of arnoldi, and of the Nystroem preconditioner. seed: of what these draw.
+    """
+
+    name = "influence"
+
+    curvature: Literal["gauss_newton", "hessian", "fisher"] = "gauss_newton"
+    solver: Literal["auto", "exact", "dual", "conjugate_gradient", "lissa", "arnoldi"] = "auto"
+    damping: float | None = None
+    relative_damping: float = 0.1
+    weight_decay: float = 0.0
+    leverage: bool = False
+    tolerance: float = 1e-6
+    iterations: int | None = None
+    preconditioner: Literal["none", "diagonal", "nystroem"] = "none"
+    rank: int = 50
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value, allowed in (
+            ("curvature", self.curvature, tuple(TITLES)),
+            ("solver", self.solver, _SOLVERS),
+            ("preconditioner", self.preconditioner, _PRECONDITIONERS),
+        ):
+            if value not in allowed:
+                raise InfluenceError(f"influence: {name} is {value!r}", expected=f"one of {', '.join(allowed)}")
+        if not self.weight_decay >= 0:
+            raise InfluenceError(f"influence: weight_decay is {self.weight_decay}", expected="that of training, not negative")
+        if self.curvature == "hessian" and self.solver == "dual":
+            raise InfluenceError(
+                "influence: the dual solver has no Hessian",
+                expected="curvature: gauss_newton or fisher, which are sums over rows",
+                next_step="set solver: exact or conjugate_gradient, or another curvature",
+            )
+        if self.leverage and self.curvature != "gauss_newton":
+            raise InfluenceError(
+                f"influence: the leverage correction takes an example out of the Gauss-Newton matrix, and curvature is {self.curvature}",
+                next_step="set curvature: gauss_newton, or leverage: false",
+            )
+
+    def fit(self, training: Examples, checkpoint: Checkpoint) -> Fitted:
+        solver, why = self._choice(training)
+        if self.leverage and solver not in ("exact", "dual"):
+            raise InfluenceError(
+                f"the leverage correction needs every training example's own part of the inverse, which {solver} does not give ({why})",
+                next_step="set solver: exact or dual; or restrict `parameters`; or leverage: false",
+            )
+        damping = Damping(self.damping, self.relative_damping)
+        setting = Setting(training, self.curvature, self.weight_decay, damping, self.leverage, checkpoint.say)
+        fitted: ByMatrix | ByKernel | ByProducts
+        if solver == "exact":
+            fitted = ByMatrix.fit(setting)
+        elif solver == "dual":
+            fitted = ByKernel.fit(setting)
+        else:
+            fitted = ByProducts.fit(setting, getattr(self, f"_{solver}")(checkpoint), self.seed)
+        fitted.facts = {"solver": solver, "solver_because": why, **fitted.facts}
+        return Corrected(fitted) if self.leverage and not isinstance(fitted, ByProducts) else fitted
+
+    def _choice(self, training: Examples) -> tuple[str, str]:
+        """The solver, and why."""
+        if self.solver != "auto":
+            return self.solver, "the options name it"
+        size, count = training.flat.size, len(training)
+        rows = None if self.curvature == "hessian" else count
+        if self.curvature == "gauss_newton":
+            outputs = output_size(training)
+            if outputs > LARGEST_OUTPUT:
+                return "conjugate_gradient", f"an output of {outputs} numbers is too large for the other solvers"
+            rows = count * outputs
+        if size <= LARGEST_MATRIX:
+            return "exact", f"{size} parameters are at most {LARGEST_MATRIX}"
+        if rows is not None and rows <= LARGEST_KERNEL:
+            return "dual", f"{size} parameters are more than {LARGEST_MATRIX}, and {rows} rows at most {LARGEST_KERNEL}"
+        many = f" and {rows} rows more than {LARGEST_KERNEL}" if rows is not None else ""
+        return "conjugate_gradient", f"{size} parameters are more than {LARGEST_MATRIX}{many}"
+
+    # -- solvers that take products --------------------------------------------------------------------------------------------------
+
+    def _conjugate_gradient(self, checkpoint: Checkpoint) -> Solve:
+        def solve(products: CurvatureProducts, damping: float, rhs: torch.Tensor, spectrum: bool) -> tuple[torch.Tensor, dict[str, Any]]:
+            return conjugate_gradient(
+                products.damped(damping),
+                rhs,
+                tolerance=self.tolerance,
+                iterations=self._iterations("conjugate_gradient"),
+                preconditioner=self._preconditioner(products, damping, rhs),
+                spectrum=spectrum,
+                say=checkpoint.say,
+            )
+
+        return solve
+
+    def _lissa(self, checkpoint: Checkpoint) -> Solve:
+        def solve(products: CurvatureProducts, damping: float, rhs: torch.Tensor, spectrum: bool) -> tuple[torch.Tensor, dict[str, Any]]:
+            return lissa(products.damped(damping), rhs, tolerance=self.tolerance, iterations=self._iterations("lissa"), say=checkpoint.say)
+
+        return solve
+
+    def _arnoldi(self, checkpoint: Checkpoint) -> Solve:
+        def solve(products: CurvatureProducts, damping: float, rhs: torch.Tensor, spectrum: bool) -> tuple[torch.Tensor, dict[str, Any]]:
+            found = arnoldi(
+                products.apply,
+                rhs.shape[1],
+                rank=self.rank,
+                iterations=self._iterations("arnoldi"),
+                seed=self.seed,
+                device=rhs.device,
+            )
+            return found.solve(rhs, damping), found.facts
+
+        return solve
+
+    def _iterations(self, solver: str) -> int:
+        return _ITERATIONS[solver] if self.iterations is None else self.iterations
+
+    def _preconditioner(self, products: CurvatureProducts, damping: float, rhs: torch.Tensor) -> Preconditioner | None:
+        if self.preconditioner == "nystroem":
+            return nystroem(products.apply, rhs.shape[1], damping, rank=self.rank, seed=self.seed, device=rhs.device)
+        if self.preconditioner == "diagonal":
+            diagonal = products.diagonal()
+            if diagonal is None:
+                raise InfluenceError(
+                    f"the diagonal of the {TITLES[self.curvature]} can't be had here: products come from {products.how}",
+                    next_step="set preconditioner: nystroem",
+                )
+            return Diagonal((diagonal + damping).to(rhs))
+        return None

@@ -1,0 +1,99 @@
+"""The inverse of a damped sum of outer products G'G + mu I by its rows' inner products K = G G': exact at any number of parameters.
+
+(G'G + mu I)^-1 v = (v - G' (K + mu I)^-1 G v) / mu. For a vector in the span of the rows, g = G'c, nothing is subtracted:
+v' (G'G + mu I)^-1 g = (G v)' (K + mu I)^-1 c.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from psgrad.engine.gradients import PerSampleGradients
+from psgrad.engine.influence.curvature.rows import OutputRows
+from psgrad.engine.influence.examples import Examples
+from psgrad.errors import InfluenceError
+
+# Rows whose kernel is still had: two matrices of 2 GB, and a minute or so on two cores.
+LARGEST_KERNEL = 16384
+# Bytes that rows may take that are held against all others at once.
+_SLAB_BYTES = 1 << 30
+
+
+def kernel(rows: Examples) -> torch.Tensor:
+    """[N, N] float64, on the rows' device: the inner products of all rows with one another. Only the lower half is exact in its order
+    of rounding; the whole is symmetric up to that."""
+    each = rows.per_sample if isinstance(rows, OutputRows) else 1
+    step = max(1, _SLAB_BYTES // (8 * rows.flat.size * each))
+    whole = torch.empty(len(rows), len(rows), dtype=torch.float64, device=rows.device)
+    for start in range(0, rows.count, step):
+        stop = min(start + step, rows.count)
+        slab = _gradients(rows, start, stop)
+        for found_rows, found in rows.each(lambda gradients, slab=slab: {"products": gradients.inner(slab)}):  # type: ignore[misc]
+            whole[found_rows, start * each : stop * each] = found["products"].to(whole.device)
+    return whole
+
+
+def products(rows: Examples, vectors: PerSampleGradients) -> torch.Tensor:
+    """[N, k] float64, on the CPU: each row's inner product with each of k vectors."""
+    return torch.cat([found["products"] for _, found in rows.each(lambda gradients: {"products": gradients.inner(vectors)})])
+
+
+def combinations(rows: Examples, weights: torch.Tensor) -> torch.Tensor:
+    """[k, p] float64, on the CPU: G'w for the k columns of weights [N, k]."""
+    total = torch.zeros(weights.shape[1], rows.flat.size, dtype=torch.float64)
+    for found_rows, found in rows.each(lambda gradients: {"rows": rows.flat.join(gradients.materialise())}):
+        total += weights[found_rows].t().cpu() @ found["rows"].double()
+    return total
+
+
+@dataclass(frozen=True)
+class KernelInverse:
+    """(K + mu I)^-1.
+
+    lower: the Cholesky factor [N, N].
+    """
+
+    lower: torch.Tensor
+    shift: float
+
+    @classmethod
+    def of(cls, matrix: torch.Tensor, shift: float, title: str, count: int) -> KernelInverse:
+        """Raises InfluenceError where the shift, damping and weight decay together, is too small for an inverse in float64.
+
+        title: what the curvature is called. count: n, by which the shift is divided when it is told.
+        """
+        trace = float(matrix.diagonal().sum())
+        if not trace < float("inf"):
+            raise InfluenceError(
+                f"the {title} has rows that are not finite",
+                cause="training examples whose gradients are not finite",
+                next_step="leave them out, or load a checkpoint of a model that did not diverge",
+            )
+        least = len(matrix) * torch.finfo(torch.float64).eps * trace
+        if shift > least:
+            damped = matrix.clone()
+            damped.diagonal().add_(shift)
+            lower, failed = torch.linalg.cholesky_ex(damped)
+            if not bool(failed):
+                return cls(lower, shift)
+        raise InfluenceError(
+            f"the {title} is singular: it is made of {len(matrix)} rows, and damping and weight decay add {shift / count:.3g} "
+            f"to eigenvalues that add up to {trace / count:.3g}",
+            expected="a positive damping, as the dual form divides by it",
+            next_step=f"set damping: {max(1e-8 * trace, 10 * least) / count:.1e}, or more",
+        )
+
+    def apply(self, vectors: torch.Tensor) -> torch.Tensor:
+        """[N, k] float64: the inverse times the columns of [N, k]."""
+        return torch.cholesky_solve(vectors.to(self.lower), self.lower)
+
+    def diagonal_blocks(self, size: int) -> torch.Tensor:
+        """[N / size, size, size]: the blocks along the inverse's diagonal."""
+        whole = torch.cholesky_inverse(self.lower)
+        return torch.stack(list(whole.reshape(len(whole) // size, size, len(whole) // size, size).diagonal(dim1=0, dim2=2).unbind(-1)))
+
+
+def _gradients(rows: Examples, start: int, stop: int) -> PerSampleGradients:
+    return rows.gradients(start, stop) if isinstance(rows, OutputRows) else rows.stream.gradients(start, stop)

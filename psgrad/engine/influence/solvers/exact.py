@@ -1,0 +1,103 @@
+"""The inverse of a damped curvature that is written out, by its Cholesky factor, in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from psgrad.errors import InfluenceError
+
+# Up to here all eigenvalues are computed, above it the two at the ends.
+_ALL_EIGENVALUES = 400
+
+
+@dataclass(frozen=True)
+class Inverse:
+    """(matrix + shift I)^-1 of a symmetric matrix [p, p] float64.
+
+    Attributes:
+        lower: the Cholesky factor [p, p]. largest, smallest: the ends of the matrix's own spectrum, shift left out.
+    """
+
+    lower: torch.Tensor
+    shift: float
+    largest: float
+    smallest: float
+
+    @classmethod
+    def of(cls, matrix: torch.Tensor, shift: float, title: str, count: int) -> Inverse:
+        """Raises InfluenceError, with the smallest eigenvalue and the damping that would do, where the matrix plus its shift is not
+        positive definite, or too near to that for its inverse to have any digits.
+
+        title: what the matrix is called. count: n, by which eigenvalues and damping are divided when they are told.
+        """
+        damped = matrix.clone()
+        damped.diagonal().add_(shift)
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        if bool(failed) or not bool(lower.diagonal().isfinite().all()):
+            if not bool(matrix.isfinite().all()):
+                raise InfluenceError(
+                    f"the {title} has entries that are not finite",
+                    cause="training examples whose gradients are not finite",
+                    next_step="leave them out, or load a checkpoint of a model that did not diverge",
+                )
+            values = torch.linalg.eigvalsh(matrix)
+            raise _no_inverse(title, float(values[0]), float(values[-1]), shift, count, len(matrix))
+        smallest, largest = _ends(matrix, lower, shift)
+        if smallest + shift <= _rounding(len(matrix)) * largest:
+            raise _no_inverse(title, smallest, largest, shift, count, len(matrix))
+        return cls(lower, shift, largest, smallest)
+
+    def apply(self, vectors: torch.Tensor) -> torch.Tensor:
+        """[k, p] float64: the inverse times each of k vectors [k, p]."""
+        return torch.cholesky_solve(vectors.to(self.lower).t(), self.lower).t()
+
+    def half(self, vectors: torch.Tensor) -> torch.Tensor:
+        """[k, p] float64: vectors whose inner products are those of the vectors [k, p] through the inverse."""
+        return torch.linalg.solve_triangular(self.lower, vectors.to(self.lower).t(), upper=False).t()
+
+
+def _rounding(size: int) -> float:
+    return size * torch.finfo(torch.float64).eps
+
+
+def _ends(matrix: torch.Tensor, lower: torch.Tensor, shift: float) -> tuple[float, float]:
+    """(smallest, largest) eigenvalue of a matrix whose Cholesky factor with the shift is at hand."""
+    size = len(matrix)
+    if size <= _ALL_EIGENVALUES:
+        values = torch.linalg.eigvalsh(matrix)
+        return float(values[0]), float(values[-1])
+    from scipy.sparse.linalg import LinearOperator, eigsh
+
+    def operator(apply: Any) -> Any:
+        def of_numpy(vector: Any) -> Any:
+            return (
+                apply(torch.from_numpy(np.asarray(vector, dtype=np.float64)).to(matrix.device).reshape(size, 1)).reshape(size).cpu().numpy()
+            )
+
+        return LinearOperator((size, size), matvec=of_numpy, dtype=np.float64)
+
+    start = np.random.default_rng(0).standard_normal(size)
+    options = {"k": 1, "which": "LA", "v0": start, "tol": 1e-6, "return_eigenvectors": False}
+    largest = float(eigsh(operator(lambda v: matrix @ v), **options)[0])
+    inverse = float(eigsh(operator(lambda v: torch.cholesky_solve(v, lower)), **options)[0])
+    return 1 / inverse - shift, largest
+
+
+def _no_inverse(title: str, smallest: float, largest: float, shift: float, count: int, size: int) -> InfluenceError:
+    # As little as leaves the inverse half its digits, or a little more than the most negative eigenvalue.
+    enough = (max(-1.1 * smallest, 0.0) + 1e-8 * max(largest, abs(smallest))) / count
+    indefinite = smallest < -_rounding(size) * max(largest, abs(smallest))
+    state = "indefinite" if indefinite else "singular"
+    return InfluenceError(
+        f"the {title} is {state}: its smallest eigenvalue is {smallest / count:.3g} and its largest {largest / count:.3g}, "
+        f"and damping and weight decay add {shift / count:.3g}",
+        expected="a positive definite matrix, whose inverse scores are made with",
+        cause="the checkpoint is not at a minimum of the training loss"
+        if indefinite
+        else "directions in the parameters that no training example's output depends on, and no weight decay",
+        next_step=f"set damping: {enough:.1e}" + (", or curvature: gauss_newton" if indefinite and title == "Hessian" else ""),
+    )
