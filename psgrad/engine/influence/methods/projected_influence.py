@@ -26,10 +26,10 @@ class ProjectedInfluence(Method):
     """
 
     dimension: int = 2048
-    projection: Kind = "rademacher"
+    projection: Kind = "sparse"
     seed: int = 0
     damping: float | None = None
-    relative_damping: float = 0.1
+    relative_damping: float = 1.0
 
     name = "projected_influence"
 

@@ -31,10 +31,10 @@ class TRAK(Method):
     """
 
     dimension: int = 2048
-    projection: Kind = "rademacher"
+    projection: Kind = "sparse"
     seed: int = 0
     damping: float | None = None
-    relative_damping: float = 0.1
+    relative_damping: float = 1.0
 
     name = "trak"
     unit = "predicted {change}, if the training example were removed, but for a factor that TRAK leaves open"

@@ -1,0 +1,313 @@
+"""An index answers as the gradients themselves would, but for what its projection and number type lose, without the training data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from psgrad.engine.influence.examples import Examples
+from psgrad.engine.influence.index import rows, stored
+from psgrad.engine.influence.index.build import build_index
+from psgrad.engine.influence.index.opened import from_index
+from psgrad.engine.influence.index.rows import RowBlock
+from psgrad.engine.influence.index.spec import IndexSpec, describe
+from psgrad.engine.influence.index.stored import decoded, encoded
+from psgrad.engine.influence.method import Checkpoint, Method
+from psgrad.engine.influence.methods.gradient_cosine import GradientCosine
+from psgrad.engine.influence.methods.gradient_dot import GradientDot
+from psgrad.engine.influence.methods.projected_influence import ProjectedInfluence
+from psgrad.engine.influence.methods.tracin import TracIn
+from psgrad.engine.influence.methods.trak import TRAK
+from psgrad.errors import ConfigError, InfluenceError, OutputError
+from psgrad.storage.gradient_index import GradientIndex
+from tests.crashes import Tell, in_a_child
+from tests.engine.influence.problems import cross_entropy, examples
+from tests.engine.influence.rows_of_gradients import matrix_of, scores_of
+
+N, M, CLASSES = 13, 4, 3
+EXACT = IndexSpec(projection="none", dtype="float64", rows_per_shard=5, features="margin")
+
+
+def network(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, CLASSES)).double()
+
+
+def data(seed: int = 1) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(seed)
+    inputs, labels = torch.randn(N + M, 6, dtype=torch.float64), torch.randint(0, CLASSES, (N + M,))
+    return inputs[:N], labels[:N], inputs[N:], labels[N:]
+
+
+def both(model: nn.Module, **options: Any) -> tuple[Examples, Examples]:
+    x, y, xq, yq = data()
+    return examples(model, cross_entropy, x, y, **options), examples(model, cross_entropy, xq, yq, **options)
+
+
+def built(path: Path, spec: IndexSpec, *training: Examples, **options: Any) -> GradientIndex:
+    store = GradientIndex.create(path, describe(spec, training[0], {"data": "d"}, len(training)))
+    build_index(store, lambda number: training[number], **options)
+    return GradientIndex.open(path)
+
+
+def by_index(method: Method, store: GradientIndex, queries: Examples) -> torch.Tensor:
+    untouched = Examples(queries.objective, lambda start, stop: pytest.fail("training data were read"), N)
+    return matrix_of(from_index(method, store).fit(untouched, Checkpoint(learning_rate=0.25)), queries)[""]
+
+
+# The answers -----------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("features", ["loss", "margin"])
+@pytest.mark.parametrize("method", [GradientDot(), GradientCosine(), TracIn(), ProjectedInfluence(projection="none")], ids=lambda m: m.name)
+def test_every_gradient_written_out_answers_as_the_method_does(tmp_path: Path, method: Method, features: Any) -> None:
+    training, queries = both(network())
+    store = built(tmp_path, IndexSpec(projection="none", dtype="float64", rows_per_shard=5, features=features), training)
+    expected = matrix_of(method.fit(training, Checkpoint(learning_rate=0.25)), queries)[""]
+    torch.testing.assert_close(by_index(method, store, queries), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "rademacher", "gaussian", "two-sided"])
+@pytest.mark.parametrize("method", [TRAK, ProjectedInfluence])
+def test_a_projected_index_answers_as_the_method_does(tmp_path: Path, method: Any, kind: Any) -> None:
+    # over two checkpoints, each with its projection
+    spec = IndexSpec(
+        projection=kind, dimension=9, seed=3, dtype="float64", rows_per_shard=4, features="margin" if method is TRAK else "loss"
+    )
+    pairs = [both(network(seed)) for seed in range(2)]
+    store = built(tmp_path, spec, *(training for training, _ in pairs))
+    training, queries = zip(*pairs, strict=True)
+    direct = scores_of(method(dimension=9, projection=kind, seed=3), training, queries)
+    np.testing.assert_allclose(scores_of(from_index(method(), store), training, queries), direct, rtol=0, atol=1e-12 * np.abs(direct).max())
+
+
+def test_self_influences_are_of_whole_gradients(tmp_path: Path) -> None:
+    training, _ = both(network())
+    store = built(tmp_path, IndexSpec(dimension=4, features="margin"), training)
+    (block,) = from_index(GradientDot(), store).fit(training, Checkpoint()).self_influence()
+    torch.testing.assert_close(block.self_influence, training.materialise().square().sum(1), rtol=1e-10, atol=0)
+    with pytest.raises(InfluenceError, match="the cosine of every gradient with itself is 1"):
+        list(from_index(GradientCosine(), store).fit(training, Checkpoint()).self_influence())
+
+
+def test_scores_of_layers_come_from_their_columns(tmp_path: Path) -> None:
+    training, queries = both(network())
+    store = built(tmp_path, EXACT, training)
+    found = matrix_of(from_index(GradientDot(), store).fit(training, Checkpoint()), queries, "module")
+    expected = matrix_of(GradientDot().fit(training, Checkpoint()), queries, "module")
+    assert list(found) == list(expected)
+    for label in expected:
+        torch.testing.assert_close(found[label], expected[label], rtol=1e-10, atol=1e-12)
+
+
+@settings(max_examples=6)
+@given(st.integers(1, N + 2), st.integers(1, N + 2), st.integers(1, 60))
+def test_chunks_shards_and_blocks_change_nothing(tmp_path_factory: pytest.TempPathFactory, chunk_size: int, shard: int, block: int) -> None:
+    spec = IndexSpec(dimension=9, dtype="float64", rows_per_shard=shard)
+    training, queries = both(network(), chunk_size=chunk_size)
+    with patch.object(stored, "BLOCK", block):
+        store = built(tmp_path_factory.mktemp("index"), spec, training)
+        found = by_index(ProjectedInfluence(), store, queries)
+    whole, _ = both(network(), chunk_size=N)
+    expected = matrix_of(ProjectedInfluence(dimension=9).fit(whole, Checkpoint()), queries)[""]
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+
+
+# Numbers on the disk ---------------------------------------------------------------------------------------------------------------------
+
+DIGITS = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
+
+
+@settings(max_examples=20)
+@given(st.sampled_from(list(DIGITS)), st.integers(-300, 300), st.integers(1, 9))
+def test_a_number_loses_no_more_than_its_type_does(dtype: Any, exponent: int, columns: int) -> None:
+    # rows of any size: what is lost is relative to the row's largest number
+    values = torch.randn(5, columns, dtype=torch.float64) * 2.0**exponent
+    values[1] = 0
+    column = torch.arange(5.0, dtype=torch.float64)
+    block = RowBlock(7, 12, values, column, column + 1, column + 2)
+    back = decoded(encoded([block], dtype), 7, dtype)
+    bound = 2.0 ** -DIGITS[dtype] * values.abs().amax(1, keepdim=True)
+    assert ((back.rows - values).abs() <= bound).all()
+    assert (back.start, back.stop) == (7, 12)
+    assert back.weight is not None
+    for kept, given_ in ((back.loss, block.loss), (back.square_norm, block.square_norm), (back.weight, block.weight)):
+        assert kept.equal(given_)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", list(DIGITS))
+def test_scores_lose_no_more_than_their_type_does(tmp_path: Path, dtype: Any) -> None:
+    training, queries = both(network())
+    store = built(tmp_path, IndexSpec(projection="none", dtype=dtype), training)
+    g, q = training.materialise(), queries.materialise()
+    # of |<g', q> - <g, q>|: the sum of |q| times half a unit in the last place of the row's largest number
+    bound = g.abs().amax(1, keepdim=True) * q.abs().sum(1) * 2.0 ** -DIGITS[dtype] + 1e-14
+    assert ((by_index(GradientDot(), store, queries) - g @ q.T).abs() <= bound).all()
+    kept = sum(file.stat().st_size for file in tmp_path.rglob("gradients-*.safetensors"))
+    assert kept < g.numel() * {"float64": 8, "float32": 4}.get(dtype, 2) + 1200
+
+
+# Building --------------------------------------------------------------------------------------------------------------------------------
+
+
+def counting(training: Examples, note: Callable[[int, int], None]) -> Examples:
+    """The same examples, whose reads are noted."""
+
+    def read(start: int, stop: int) -> Any:
+        note(start, stop)
+        return training.read(start, stop)
+
+    return Examples(training.objective, read, len(training), {"chunk_size": 2})
+
+
+def test_a_killed_build_goes_on_where_it_was(tmp_path: Path) -> None:
+    training, _ = both(network())
+    spec = IndexSpec(dimension=9, rows_per_shard=4, features="margin")
+    description = describe(spec, training, {"data": "d"}, 2)
+
+    def go(path: Path, tell: Tell) -> None:
+        build_index(GradientIndex.resume(path, description), lambda number: counting(training, lambda *rows: tell([number, *rows])))
+
+    ended = in_a_child(lambda tell: go(tmp_path / "killed", tell), 20)
+    assert ended.killed
+    with pytest.raises(OutputError, match="is half built"):
+        GradientIndex.open(tmp_path / "killed")
+    left = [(number, shard) for number, shard in GradientIndex.resume(tmp_path / "killed", description).unwritten() if shard is not None]
+    assert 0 < len(left) < 8
+    again: list[Any] = []
+    go(tmp_path / "killed", again.append)
+    number, shard = left[0]
+    assert min(again) == [number, 4 * shard, 4 * shard + 2]  # nothing before
+    go(tmp_path / "whole", lambda told: None)
+    for file in (tmp_path / "whole").rglob("*.safetensors"):
+        assert file.read_bytes() == (tmp_path / "killed" / file.relative_to(tmp_path / "whole")).read_bytes()
+    nothing: list[Any] = []
+    go(tmp_path / "whole", nothing.append)
+    assert nothing == []
+
+
+def test_a_shard_that_was_lost_is_made_again(tmp_path: Path) -> None:
+    training, queries = both(network())
+    store = built(tmp_path, EXACT, training)
+    before = by_index(GradientDot(), store, queries)
+    store.file(0, 1).unlink()
+    loads: list[int] = []
+    build_index(store, lambda number: loads.append(number) or training)  # type: ignore[func-returns-value]
+    torch.testing.assert_close(by_index(GradientDot(), GradientIndex.open(tmp_path), queries), before, rtol=0, atol=0)
+    assert loads == [0]
+
+
+def test_progress_counts_the_rows_of_all_checkpoints(tmp_path: Path) -> None:
+    training, _ = both(network())
+    told: list[tuple[int, int]] = []
+    built(tmp_path, EXACT, training, training, progress=lambda done, of: told.append((done, of)))
+    assert told == [(done, 2 * N) for done in (0, 5, 10, 13, 18, 23, 26)]
+
+
+def test_rows_that_are_not_finite_are_told_and_have_no_score(tmp_path: Path) -> None:
+    x, y, xq, yq = data()
+    x[[2, 11]] = torch.inf
+    training, queries = examples(network(), cross_entropy, x, y), examples(network(), cross_entropy, xq, yq)
+    told: list[str] = []
+    store = built(tmp_path, EXACT, training, say=told.append)
+    assert told == [f"1 rows have a gradient that is not finite, and no score: {row}" for row in (2, 11)]
+    for method in (GradientDot(), ProjectedInfluence(), TRAK()):
+        found = by_index(method, store, queries)
+        assert found.isnan().any(1).nonzero().flatten().tolist() == [2, 11]
+
+
+# Refusals --------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_an_index_of_the_loss_has_no_trak(tmp_path: Path) -> None:
+    training, _ = both(network())
+    store = built(tmp_path, IndexSpec(dimension=9), training)
+    with pytest.raises(InfluenceError, match="trak needs the gradients of the margin, and the index holds those of the loss"):
+        from_index(TRAK(), store).fit(training, Checkpoint())
+
+
+def test_a_method_that_needs_a_curvature_is_refused(tmp_path: Path) -> None:
+    class Other(GradientDot.__base__):  # type: ignore[name-defined, misc]
+        name = "ekfac"
+
+        def fit(self, training: Any, checkpoint: Any) -> Any: ...
+
+    training, _ = both(network())
+    with pytest.raises(InfluenceError, match="an index has no answer by ekfac") as told:
+        from_index(Other(), built(tmp_path, EXACT, training))
+    assert "gradient_dot, gradient_cosine, tracin, projected_influence, trak" in str(told.value)
+
+
+def test_a_checkpoint_that_is_not_in_the_index_is_refused(tmp_path: Path) -> None:
+    training, _ = both(network())
+    with pytest.raises(InfluenceError, match=r"checkpoint 1 \(from 0\) was asked of an index of 1"):
+        from_index(GradientDot(), built(tmp_path, EXACT, training)).fit(training, Checkpoint(1))
+
+
+def test_another_model_s_queries_and_checkpoints_are_refused(tmp_path: Path) -> None:
+    training, _ = both(network())
+    other = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 4)).double()
+    wrong, queries = both(other)
+    with pytest.raises(InfluenceError, match=r"2.weight is \[4, 7\]"):
+        by_index(GradientDot(), built(tmp_path / "one", EXACT, training), queries)
+    with pytest.raises(InfluenceError, match=r"2.weight is \[4, 7\]"):
+        built(tmp_path / "two", EXACT, training, wrong)
+
+
+def test_no_second_moment_is_kept_of_too_many_columns(tmp_path: Path) -> None:
+    training, queries = both(network())
+    with patch.object(stored, "WIDEST", 72):
+        store = built(tmp_path, EXACT, training)
+    assert by_index(GradientDot(), store, queries).isfinite().all()
+    with pytest.raises(InfluenceError, match="keeps no second moment of so many"):
+        from_index(TRAK(), store).fit(training, Checkpoint())
+
+
+@pytest.mark.parametrize(
+    "options", [{"projection": "dct"}, {"dtype": "int8"}, {"features": "logit"}, {"dimension": 0}, {"rows_per_shard": True}]
+)
+def test_a_wrong_spec_is_refused(options: Any) -> None:
+    with pytest.raises(ConfigError, match="an index with"):
+        IndexSpec(**options)
+
+
+def test_the_description_tells_runs_apart(tmp_path: Path) -> None:
+    training, _ = both(network())
+    store = built(tmp_path, EXACT, training)
+    for other in (
+        describe(IndexSpec(dtype="float64", features="margin", projection="sparse", rows_per_shard=5), training, {"data": "d"}),
+        describe(EXACT, training, {"data": "e"}),
+        describe(EXACT, training, {"data": "d"}, 2),
+        describe(EXACT, examples(network(), cross_entropy, *data()[2:]), {"data": "d"}),
+    ):
+        with pytest.raises(OutputError, match="is of something else"):
+            store.require(other)
+    store.require(describe(EXACT, training, {"data": "d"}))
+
+
+def test_memory_does_not_grow_with_the_rows(tmp_path: Path) -> None:
+    # what is read at once, counted at the store
+    training, queries = both(network(), chunk_size=3)
+    store = built(tmp_path, IndexSpec(dimension=8, rows_per_shard=4), training)
+    most: list[int] = []
+    honest = store.blocks
+
+    def counted(checkpoint: int, many: int) -> Any:
+        for start, arrays in honest(checkpoint, many):
+            most.append(len(arrays["rows"]))
+            yield start, arrays
+
+    with patch.object(stored, "BLOCK", 16), patch.object(store, "blocks", counted):
+        by_index(ProjectedInfluence(), store, queries)
+    assert max(most) == 2
+    assert sum(most) == N
+    assert rows.BLOCK // 2048 >= 1024  # and usually some thousand rows

@@ -1,0 +1,372 @@
+"""TRAK beside its formula written out, beside ridge regression, which it is exactly, and where it must refuse."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from psgrad.engine.influence.examples import Examples
+from psgrad.engine.influence.index.margin import margin, with_margin
+from psgrad.engine.influence.index.projector import Projector, seed_of
+from psgrad.engine.influence.index.rows import projected_rows
+from psgrad.engine.influence.method import Checkpoint
+from psgrad.engine.influence.methods.projected_influence import ProjectedInfluence
+from psgrad.engine.influence.methods.trak import TRAK
+from psgrad.errors import ConfigError, InfluenceError
+from tests.engine.influence.problems import cross_entropy, examples, squared_error
+from tests.engine.influence.rows_of_gradients import log_odds, matrix_of, probabilities, ridge_products, rows_of, scores_of
+
+N, M, CLASSES = 13, 4, 3
+KINDS = ["none", "sparse", "rademacher", "gaussian", "two-sided"]
+
+
+def network(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, CLASSES)).double()
+
+
+@pytest.fixture(scope="module")
+def data() -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(1)
+    inputs, labels = torch.randn(N + M, 6, dtype=torch.float64), torch.randint(0, CLASSES, (N + M,))
+    return inputs[:N], labels[:N], inputs[N:], labels[N:]
+
+
+def minus_margin(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return -margin(output, target)
+
+
+def both(model: nn.Module, data: tuple[torch.Tensor, ...], measured: Any = minus_margin, **options: Any) -> tuple[Examples, Examples]:
+    x, y, xq, yq = data
+    return examples(model, cross_entropy, x, y, **options), examples(model, measured, xq, yq, **options)
+
+
+def projector(method: TRAK | ProjectedInfluence, model: nn.Module, number: int) -> Projector:
+    return Projector(method.projection, method.dimension, method.seed, number, dict(model.named_parameters()))
+
+
+def trak_written_out(method: TRAK, models: list[nn.Module], data: Any, measured: Any = log_odds, sign: float = 1.0) -> np.ndarray:
+    x, y, xq, yq = data
+    products, misses = [], []
+    for number, model in enumerate(models):
+        p = projector(method, model, number)
+        queries, rows = sign * rows_of(model, measured, xq, yq, p), rows_of(model, log_odds, x, y, p)
+        products.append(ridge_products(queries, rows, method.relative_damping if method.damping is None else None, method.damping))
+        misses.append(1 - probabilities(model, x, y))
+    return np.mean(products, axis=0) * np.mean(misses, axis=0)[:, None]
+
+
+def assert_close(found: np.ndarray, expected: np.ndarray, tolerance: float = 1e-10) -> None:
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * np.abs(expected).max())
+
+
+# The formula -----------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("checkpoints", [1, 3])
+def test_scores_are_those_of_the_formula(data: Any, kind: Any, checkpoints: int) -> None:
+    method = TRAK(dimension=9, projection=kind, seed=5, relative_damping=0.3)
+    models = [network(seed) for seed in range(checkpoints)]
+    training, queries = zip(*[both(model, data) for model in models], strict=True)
+    assert_close(scores_of(method, training, queries), trak_written_out(method, models, data))
+
+
+def test_any_measurement_of_the_queries_is_explained(data: Any) -> None:
+    method, model = TRAK(dimension=9), network()
+    found = scores_of(method, *([each] for each in both(model, data, cross_entropy)))
+    assert_close(found, trak_written_out(method, [model], data, lambda output, label: F.cross_entropy(output, label), sign=-1.0))
+
+
+@settings(max_examples=6)
+@given(st.integers(1, N + 3), st.integers(1, 30), st.sampled_from(KINDS), st.integers(0, 3))
+def test_chunks_and_shapes_change_nothing(chunk_size: int, dimension: int, kind: Any, seed: int) -> None:
+    torch.manual_seed(seed)
+    inputs, labels = torch.randn(N + M, 6, dtype=torch.float64), torch.randint(0, CLASSES, (N + M,))
+    drawn = inputs[:N], labels[:N], inputs[N:], labels[N:]
+    method, model = TRAK(dimension=dimension, projection=kind), network(seed)
+    found = scores_of(method, *([each] for each in both(model, drawn, chunk_size=chunk_size)))
+    assert_close(found, scores_of(method, *([each] for each in both(model, drawn, chunk_size=64))))
+
+
+def test_a_float32_model_s_scores_are_those_of_float64(data: Any) -> None:
+    # its gradients come in float32; all that follows is done in float64
+    method, model = TRAK(dimension=9), network().float()
+    rounded = tuple(x.float() if x.is_floating_point() else x for x in data)
+    found = scores_of(method, *([each] for each in both(model, rounded)))
+    doubles = tuple(x.double() if x.is_floating_point() else x for x in rounded)
+    assert_close(found, trak_written_out(method, [model.double()], doubles), 1e-5)
+
+
+def test_damping_again_is_fitting_again(data: Any) -> None:
+    training, queries = both(network(), data)
+    fitted = TRAK(dimension=9, relative_damping=0.1).fit(training, Checkpoint())
+    before = matrix_of(fitted, queries)[""]
+    for options in ({"relative": 2.0}, {"damping": 0.7}):
+        asked = {"relative_damping": 2.0} if "relative" in options else {"damping": 0.7}
+        again = matrix_of(fitted.with_damping(**options), queries)[""]  # type: ignore[attr-defined]
+        torch.testing.assert_close(again, matrix_of(TRAK(dimension=9, **asked).fit(training, Checkpoint()), queries)[""], rtol=0, atol=0)
+    torch.testing.assert_close(matrix_of(fitted, queries)[""], before, rtol=0, atol=0)
+
+
+def test_self_influence_is_the_product_with_the_own_loss_s_gradient(data: Any) -> None:
+    method, model = TRAK(dimension=9), network()
+    training, _ = both(model, data)
+    blocks = list(method.fit(training, Checkpoint()).self_influence())
+    p, (x, y, _, _) = projector(method, model, 0), data
+    rows, misses = rows_of(model, log_odds, x, y, p), 1 - probabilities(model, x, y)
+    expected = np.diagonal(ridge_products(rows, rows, method.relative_damping)) * misses**2
+    assert_close(torch.cat([block.self_influence for block in blocks]).numpy(), expected)
+
+
+# Several checkpoints ------------------------------------------------------------------------------------------------------------------
+
+
+def test_two_checkpoints_are_not_one_twice(data: Any) -> None:
+    method, models = TRAK(dimension=9), [network(0), network(1)]
+    single = [scores_of(method, *([each] for each in both(model, data))) for model in models]
+    joined = scores_of(method, *zip(*[both(model, data) for model in models], strict=True))
+    assert all(np.abs(joined - factor * one).max() > 0.05 * np.abs(joined).max() for one in single for factor in (1, 2))
+    same = scores_of(method, *zip(*[both(models[0], data)] * 2, strict=True))
+    assert np.abs(same - single[0]).max() > 1e-3 * np.abs(same).max()  # each checkpoint has a projection of its own
+
+
+def test_seeds_are_apart() -> None:
+    seeds = [seed_of(seed, number) for seed in range(30) for number in range(30)]
+    assert len(set(seeds)) == len(seeds)
+    assert seed_of(3, 1) == seed_of(3, 1)
+
+
+# What projections do ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_inner_products_are_unbiased_and_as_noisy_as_is_said(data: Any, kind: Any) -> None:
+    training, _ = both(network(), data)
+    gradients = training.stream.gradients(0, N)
+    exact = training.flat.join(gradients.materialise())
+    norms = exact.norm(dim=1)
+    found = []
+    for number in range(200):
+        p = Projector(kind, 9, 0, number, training.params)
+        rows = p(gradients)
+        found.append(((rows @ rows.T - exact @ exact.T) / norms / norms[:, None]).numpy())
+    errors = np.stack(found)
+    spread = errors.std(0)
+    assert (np.abs(errors.mean(0)) < 5 * spread / math.sqrt(len(errors))).all()
+    cosines = (exact @ exact.T / norms / norms[:, None]).numpy()
+    apart = np.abs(cosines) < 0.3
+    assert apart.any()
+    assert spread[apart].max() < 1.25 * p.noise * math.sqrt(1 + 0.3**2)  # 200 draws know a deviation to 5 %
+
+
+def test_nothing_is_projected_where_that_would_save_nothing(data: Any) -> None:
+    training, _ = both(network(), data)
+    assert Projector("sparse", 73, 0, 0, training.params).projection is None
+    assert Projector("sparse", 72, 0, 0, training.params).width == 72
+    assert Projector("none", 5, 0, 0, training.params).width == 73
+
+
+@pytest.mark.parametrize("kind", ["none", "two-sided"])
+@pytest.mark.parametrize("per", ["parameter", "module"])
+def test_scores_of_layers_add_up(data: Any, kind: Any, per: Any) -> None:
+    training, queries = both(network(), data)
+    fitted = TRAK(dimension=4, projection=kind).fit(training, Checkpoint())
+    layers = matrix_of(fitted, queries, per)
+    assert list(layers) == (["0.weight", "0.bias", "2.weight", "2.bias"] if per == "parameter" else ["0", "2"])
+    torch.testing.assert_close(torch.stack(list(layers.values())).sum(0), matrix_of(fitted, queries)[""], rtol=1e-10, atol=1e-12)
+
+
+def test_scores_of_layers_are_refused_where_layers_were_added_up(data: Any) -> None:
+    training, queries = both(network(), data)
+    with pytest.raises(InfluenceError, match="whose sparse projection adds all parameters up"):
+        list(TRAK(dimension=9).fit(training, Checkpoint()).scores(queries, "parameter"))
+
+
+# The margin ------------------------------------------------------------------------------------------------------------------------------
+
+
+def weights_of(criterion: Any, model: nn.Module, inputs: torch.Tensor, target: torch.Tensor) -> np.ndarray:
+    p = Projector("none", 1, 0, 0, dict(model.named_parameters()))
+    blocks = projected_rows(examples(model, criterion, inputs, target), p, "margin")
+    return torch.cat([block.weight for block in blocks if block.weight is not None]).numpy()
+
+
+def test_the_margin_is_the_label_s_log_odds(data: Any) -> None:
+    for output, label in zip(torch.randn(20, 5, dtype=torch.float64), torch.arange(20) % 5, strict=True):
+        torch.testing.assert_close(margin(output, label), log_odds(output, label), rtol=1e-12, atol=1e-12)
+
+
+def test_the_margin_of_a_certain_model_is_finite() -> None:
+    # p is 1 in float32, and log(p / (1 - p)) infinite
+    assert margin(torch.tensor([200.0, 0.0, 1.0]), torch.tensor(0)).item() == pytest.approx(200 - math.log(1 + math.e))
+
+
+def test_weights_are_exact_where_a_float32_probability_is_one() -> None:
+    model = nn.Linear(2, 3, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[30.0, 0.0], [0.0, 1.0], [0.0, 0.0]]))
+    found = weights_of(cross_entropy, model, torch.tensor([[1.0, 1.0]]), torch.tensor([0]))
+    assert found == pytest.approx([(math.e + 1) / math.exp(30)], rel=1e-9)
+
+
+def test_the_loss_s_gradient_is_the_margin_s_times_the_weight(data: Any) -> None:
+    x, y, _, _ = data
+    scale = torch.tensor([0.5, 2.0, 1.0], dtype=torch.float64)
+
+    def weighted(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return scale[label] * F.cross_entropy(output[None], label[None])
+
+    model = network()
+    np.testing.assert_allclose(weights_of(weighted, model, x, y), scale[y].numpy() * (1 - probabilities(model, x, y)), rtol=1e-10)
+    training = examples(model, weighted, x, y, chunk_size=N)
+    p = Projector("none", 1, 0, 0, training.params)
+    (block,) = projected_rows(training, p, "margin")
+    torch.testing.assert_close(block.rows * block.to_loss.unsqueeze(1), training.materialise(), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(block.square_norm, training.materialise().square().sum(1), rtol=1e-10, atol=0)
+    (plain,) = training.norms()
+    torch.testing.assert_close(block.loss, plain[1]["loss"], rtol=1e-12, atol=1e-14)
+
+
+def test_an_ignored_label_has_no_gradient_and_no_weight(data: Any) -> None:
+    x, y, _, _ = data
+    labels = torch.cat([torch.tensor([-100]), y[1:]])
+
+    def ignoring(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output[None], label[None], reduction="sum")
+
+    training = examples(network(), ignoring, x, labels, chunk_size=N)
+    (block,) = projected_rows(training, Projector("none", 1, 0, 0, training.params), "margin")
+    assert block.weight is not None
+    assert block.weight[0] == 0
+    assert not block.rows[0].any()
+    assert block.rows[1:].any(1).all()
+
+
+@pytest.mark.parametrize(
+    ("criterion", "words"),
+    [
+        (
+            lambda output, label: F.cross_entropy(output[None], label[None], label_smoothing=0.2),
+            "the loss of row 0 is no function of its margin",
+        ),
+        (lambda output, label: (output - F.one_hot(label, CLASSES)).square().sum(), "the loss of row 0 is no function of its margin"),
+    ],
+)
+def test_a_loss_that_is_no_function_of_the_margin_is_refused(data: Any, criterion: Any, words: str) -> None:
+    x, y, _, _ = data
+    with pytest.raises(InfluenceError, match=words) as told:
+        TRAK().fit(examples(network(), criterion, x, y), Checkpoint())
+    assert "choose another method, such as influence or ekfac" in str(told.value)
+
+
+def test_outputs_without_a_margin_are_refused(data: Any) -> None:
+    x, _, _, _ = data
+    values = torch.randn(N, CLASSES, dtype=torch.float64)
+    with pytest.raises(InfluenceError, match=r"TRAK has no margin here: one sample has an output \[3\] and a float64 target \[3\]"):
+        TRAK().fit(examples(network(), squared_error, x, values), Checkpoint())
+
+
+# Ridge regression, where TRAK is exact --------------------------------------------------------------------------------------------------
+
+
+def test_on_ridge_regression_trak_is_the_influence_function_and_with_leverage_the_truth() -> None:
+    torch.manual_seed(3)
+    x, y = torch.randn(20, 4, dtype=torch.float64), torch.randn(20, 1, dtype=torch.float64)
+    xq, yq = torch.randn(3, 4, dtype=torch.float64), torch.randn(3, 1, dtype=torch.float64)
+    penalty = 20 * 0.03
+
+    def solved(rows: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.solve(x[rows].T @ x[rows] + penalty * torch.eye(4, dtype=torch.float64), x[rows].T @ y[rows])
+
+    everything = torch.arange(20)
+    model = nn.Linear(4, 1, bias=False).double()
+    with torch.no_grad():
+        model.weight.copy_(solved(everything).T)
+
+    def prediction(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return output.sum()
+
+    training, queries = examples(model, squared_error, x, y), examples(model, prediction, xq, yq)
+    found = scores_of(TRAK(damping=0.03), [training], [queries])
+    inverse = torch.linalg.inv(x.T @ x + penalty * torch.eye(4, dtype=torch.float64))
+    leverage = (x @ inverse * x).sum(1).numpy()
+    truth = torch.stack([(xq @ (solved(everything[everything != row]) - solved(everything)))[:, 0] for row in range(20)]).detach().numpy()
+    assert_close(found / (1 - leverage)[:, None], truth)
+
+
+# Projected influence --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_projected_influence_is_the_damped_empirical_fisher(data: Any, kind: Any) -> None:
+    method, model = ProjectedInfluence(dimension=9, projection=kind, relative_damping=0.2), network()
+    x, y, xq, yq = data
+    p = projector(method, model, 0)
+    rows, queries = rows_of(model, F.cross_entropy, x, y, p), rows_of(model, F.cross_entropy, xq, yq, p)
+    training, asked = both(model, data, cross_entropy)
+    assert_close(scores_of(method, [training], [asked]), ridge_products(queries, rows, 0.2))
+    fitted = method.fit(training, Checkpoint())
+    blocks = list(fitted.self_influence())
+    assert_close(torch.cat([block.self_influence for block in blocks]).numpy(), np.diagonal(ridge_products(rows, rows, 0.2)))
+    moment = rows.T @ rows
+    solved = np.linalg.solve(moment + N * fitted.facts["damping"] * np.eye(len(moment)), rows.T)
+    assert_close(torch.cat([block.preconditioned_norm for block in blocks]).numpy(), np.linalg.norm(solved, axis=0))
+    assert fitted.facts["mean_eigenvalue"] == pytest.approx(np.trace(moment) / N / len(moment))
+
+
+# Refusals -------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", [TRAK(damping=0.0), ProjectedInfluence(relative_damping=0.0)])
+def test_a_singular_moment_is_refused_with_a_damping_that_does(data: Any, method: Any) -> None:
+    training, queries = both(network(), data)  # 13 examples, 73 parameters
+    with pytest.raises(InfluenceError, match="is singular: damping 0, 73 columns, 13 training examples") as told:
+        method.fit(training, Checkpoint())
+    enough = float(str(told.value.next_step).split()[3])
+    fitted = type(method)(damping=enough).fit(training, Checkpoint())
+    assert matrix_of(fitted, queries)[""].isfinite().all()
+
+
+def test_rows_that_are_not_finite_are_left_out_and_have_no_score(data: Any) -> None:
+    x, y, xq, yq = data
+    spoilt = x.clone()
+    spoilt[4] = torch.nan
+    training, queries = both(network(), (spoilt, y, xq, yq))
+    found = matrix_of(ProjectedInfluence(damping=0.1).fit(training, Checkpoint()), queries)[""]
+    keep = torch.arange(N) != 4
+    without, _ = both(network(), (x[keep], y[keep], xq, yq))
+    expected = matrix_of(ProjectedInfluence(damping=0.1 * N / (N - 1)).fit(without, Checkpoint()), queries)[""]
+    torch.testing.assert_close(found[keep], expected, rtol=1e-10, atol=1e-14)
+    assert found[4].isnan().all()
+
+
+def test_queries_of_another_model_are_refused(data: Any) -> None:
+    training, _ = both(network(), data)
+    torch.manual_seed(0)
+    wider = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, CLASSES)).double()
+    _, queries = both(wider, data)
+    with pytest.raises(InfluenceError, match=r"of other parameters than the training examples': 0.weight is \[8, 6\]"):
+        list(TRAK().fit(training, Checkpoint()).scores(queries))
+
+
+@pytest.mark.parametrize(("options", "words"), [({"projection": "dct"}, "of kind 'dct'"), ({"dimension": 0}, "to 0 columns")])
+def test_unknown_projections_are_refused(data: Any, options: Any, words: str) -> None:
+    training, _ = both(network(), data)
+    with pytest.raises(ConfigError, match=words):
+        TRAK(**options).fit(training, Checkpoint())
+
+
+def test_the_margin_objective_leaves_the_examples_as_they_were(data: Any) -> None:
+    training, _ = both(network(), data)
+    before = training.materialise()
+    with_margin(training).materialise()
+    torch.testing.assert_close(training.materialise(), before, rtol=0, atol=0)
