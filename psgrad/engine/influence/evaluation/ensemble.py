@@ -24,6 +24,8 @@ from psgrad.engine.transforms import capture, functional_call, grad_and_value, s
 from psgrad.errors import InfluenceError, ModelError
 
 Array = np.ndarray[Any, Any]
+# From so many steps on it pays to record one and replay it.
+_CAPTURED_FROM = 100
 Fresh = Callable[[int], nn.Module]
 
 
@@ -83,11 +85,13 @@ class Ensemble:
         recipe, (inputs, target) = self.recipe, (self.rows.inputs, stacked_target(self.rows, jobs))
         device = inputs[0].device
         own = torch.arange(len(jobs), device=device).unsqueeze(1)
-        step = capture(vmap(grad_and_value(self._loss(model)), in_dims=(0, 0, 0, 0), randomness="different"), say=lambda why: None)
+        step = vmap(grad_and_value(self._loss(model)), in_dims=(0, 0, 0, 0), randomness="different")
         optimiser = recipe.optimiser(list(params.values()))
         shuffles = [np.random.default_rng([job.seed, 1]) for job in jobs]
         size = len(jobs[0].rows)
         per_epoch = -(-size // recipe.batch_size)
+        if recipe.epochs * per_epoch >= _CAPTURED_FROM:
+            step = capture(step, say=lambda why: None)
         mean = torch.zeros(len(jobs), dtype=torch.float64)
         for epoch in range(recipe.epochs):
             order = torch.as_tensor(np.stack([random.permutation(job.rows) for random, job in zip(shuffles, jobs, strict=True)])).to(device)

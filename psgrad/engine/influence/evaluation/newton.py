@@ -23,6 +23,8 @@ from psgrad.errors import InfluenceError
 
 _MOST_PARAMETERS = 5000
 _MOST_STEPS = 500
+# So many steps in a row with Hessians of their own that do not halve the gradient: rounding allows no better.
+_MOST_STALLED = 20
 _HALVINGS = 30
 # A step with a borrowed Hessian must take away this share of the gradient, or the next one has its own.
 _WORTH = 0.5
@@ -82,15 +84,18 @@ class _Search:
         at = start[number] if self._last is None else self._last
         slope = grad_and_value(self._objective(number))
         gradient, value = slope(at)
-        size = gradient.abs().max()
+        size, stalled = gradient.abs().max(), 0
         for _ in range(_MOST_STEPS):
             if size <= self.recipe.tolerance:
                 self._last = at
                 return at
-            if not bool(size.isfinite()):
+            if not bool(size.isfinite()) or stalled > _MOST_STALLED:
                 break
             if self._factor is None:
                 self._factor = self._factorised(number, at)
+                stalled += 1
+            else:
+                stalled = 0
             at, gradient, value, after, short = self._step(slope, at, gradient, value)
             if short or bool(after > _WORTH * size):
                 self._factor = None

@@ -1,0 +1,241 @@
+"""Models that are trained together come out as those that PyTorch trains one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from psgrad.engine.influence.evaluation.ensemble import _CAPTURED_FROM, Ensemble, OneByOne, fresh_model
+from psgrad.engine.influence.evaluation.jobs import Job
+from psgrad.engine.influence.evaluation.members import Members, Rows
+from psgrad.engine.influence.evaluation.recipe import Recipe
+from psgrad.errors import InfluenceError, ModelError
+from tests.engine.influence.problems import SoftmaxRegression, classified, cross_entropy, flattened
+
+INPUTS, LABELS = classified(40)
+ROWS = Rows((INPUTS,), LABELS)
+RECIPE = Recipe(epochs=3, batch_size=7, learning_rate=0.05)
+
+
+def fresh(seed: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+def jobs(count: int, size: int = 25, seed: int = 0) -> list[Job]:
+    random = np.random.default_rng(seed)
+    return [Job(f"subset {number}", np.sort(random.choice(40, size, replace=False)), 100 + number) for number in range(count)]
+
+
+def member(members: Members, number: int) -> torch.Tensor:
+    return torch.cat([members.state[name][number].flatten() for name, _ in members.model.named_parameters()])
+
+
+def trained_alone(job: Job, recipe: Recipe) -> torch.Tensor:
+    """By torch.optim and PyTorch's own backward pass, on the same batches."""
+    model = fresh_model(fresh, job.seed)
+    options: dict[str, Any] = {"lr": recipe.learning_rate, "weight_decay": recipe.weight_decay}
+    kinds = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+    optimizer: torch.optim.Optimizer = (
+        torch.optim.SGD(model.parameters(), momentum=recipe.momentum, **options)
+        if recipe.optimizer == "sgd"
+        else kinds[recipe.optimizer](model.parameters(), **options)
+    )
+    labels = LABELS if job.target is None else job.target
+    random, step, steps = np.random.default_rng([job.seed, 1]), 0, recipe.epochs * -(-len(job.rows) // recipe.batch_size)
+    for _ in range(recipe.epochs):
+        for batch in torch.as_tensor(random.permutation(job.rows)).split(recipe.batch_size):
+            left = 1 - step / steps
+            factor = {"constant": 1.0, "linear": left, "cosine": 0.5 + 0.5 * np.cos(np.pi * step / steps)}[recipe.schedule]
+            optimizer.param_groups[0]["lr"] = recipe.learning_rate * factor
+            optimizer.zero_grad()
+            F.cross_entropy(model(INPUTS[batch]), labels[batch]).backward()
+            optimizer.step()
+            step += 1
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        RECIPE,
+        replace(RECIPE, optimizer="adamw", weight_decay=0.1, schedule="cosine"),
+        replace(RECIPE, optimizer="sgd", momentum=0.9, weight_decay=0.01, schedule="linear"),
+        replace(RECIPE, optimizer="sgd"),
+    ],
+    ids=["adam", "adamw", "momentum", "sgd"],
+)
+def test_an_ensemble_is_its_members_trained_one_by_one(recipe: Recipe) -> None:
+    wanted = jobs(4)
+    together = Ensemble(fresh, ROWS, cross_entropy, recipe)(wanted)
+    for number, job in enumerate(wanted):
+        torch.testing.assert_close(member(together, number), trained_alone(job, recipe), rtol=1e-9, atol=1e-10)
+
+
+@settings(max_examples=10)
+@given(order=st.permutations(range(5)), sizes=st.lists(st.sampled_from([9, 14]), min_size=5, max_size=5), together=st.integers(1, 5))
+def test_neither_order_nor_company_matters(order: list[int], sizes: list[int], together: int) -> None:
+    """Jobs of several sizes, in any order, so many at a time."""
+    wanted = [jobs(1, size, seed)[0] for seed, size in enumerate(sizes)]
+    wanted = [replace(job, seed=number) for number, job in enumerate(wanted)]
+    recipe = replace(RECIPE, epochs=1, together=together)
+    found = Ensemble(fresh, ROWS, cross_entropy, recipe)([wanted[number] for number in order])
+    for place, number in enumerate(order):
+        torch.testing.assert_close(member(found, place), trained_alone(wanted[number], recipe), rtol=1e-9, atol=1e-10)
+
+
+def test_long_trainings_are_replayed_from_a_record() -> None:
+    recipe, wanted = replace(RECIPE, epochs=26), jobs(2)
+    assert recipe.epochs * 4 >= _CAPTURED_FROM
+    found = Ensemble(fresh, ROWS, cross_entropy, recipe)(wanted)
+    for number, job in enumerate(wanted):
+        torch.testing.assert_close(member(found, number), trained_alone(job, recipe), rtol=1e-8, atol=1e-9)
+
+
+def test_labels_of_a_job_take_the_place_of_the_datasets() -> None:
+    wanted = jobs(3)
+    wanted[1] = replace(wanted[1], target=(LABELS + 1) % 3)
+    found = Ensemble(fresh, ROWS, cross_entropy, RECIPE)(wanted)
+    for number, job in enumerate(wanted):
+        torch.testing.assert_close(member(found, number), trained_alone(job, RECIPE), rtol=1e-9, atol=1e-10)
+    assert not torch.allclose(member(found, 1), trained_alone(jobs(3)[1], RECIPE))
+
+
+def test_the_same_seed_gives_the_same_model_and_another_another() -> None:
+    one, same, other = (Job("a", np.arange(20), seed) for seed in (1, 1, 2))
+    found = Ensemble(fresh, ROWS, cross_entropy, RECIPE)([one, same, other])
+    torch.testing.assert_close(member(found, 0), member(found, 1), rtol=1e-12, atol=0)
+    assert (member(found, 0) - member(found, 2)).abs().max() > 0.1
+
+
+def test_frozen_parameters_stay() -> None:
+    def half_frozen(seed: int) -> nn.Module:
+        model = fresh(seed)
+        for parameter in model[0].parameters():  # type: ignore[index]
+            parameter.requires_grad_(False)
+        return model
+
+    found = Ensemble(half_frozen, ROWS, cross_entropy, RECIPE)(jobs(2))
+    start = fresh_model(half_frozen, 100)
+    torch.testing.assert_close(found.state["0.weight"][0], start[0].weight, rtol=0, atol=0)  # type: ignore[index]
+    assert not torch.allclose(found.state["2.weight"][0], start[2].weight)  # type: ignore[index]
+
+
+def test_a_model_that_diverges_is_named() -> None:
+    wanted = jobs(3)
+    inputs = INPUTS.clone()
+    inputs[39] = torch.inf
+    wanted = [replace(job, rows=np.arange(25)) for job in wanted]
+    wanted[1] = replace(wanted[1], rows=np.arange(15, 40))
+    with pytest.raises(InfluenceError, match=r"subset 1 diverged in epoch 0.*\(1 of the 3 models") as caught:
+        Ensemble(fresh, Rows((inputs,), LABELS), cross_entropy, RECIPE)(wanted)
+    assert "learning_rate" in str(caught.value)
+
+
+def test_batch_normalisation_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"layer 1 \(batch normalisation\)") as caught:
+        Ensemble(lambda seed: nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)).double(), ROWS, cross_entropy, RECIPE)(jobs(1))
+    assert "file.py:train" in str(caught.value)
+
+
+def test_dropout_draws_in_training_and_not_in_what_is_measured() -> None:
+    def dropping(seed: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 30), nn.Dropout(0.5), nn.Linear(30, 3)).double()
+
+    found = Ensemble(dropping, ROWS, cross_entropy, RECIPE)(jobs(2))
+    np.testing.assert_array_equal(found.measured(ROWS, cross_entropy), found.measured(ROWS, cross_entropy))
+    plain = Ensemble(lambda seed: nn.Sequential(*[dropping(seed)[0], nn.Linear(30, 3).double()]), ROWS, cross_entropy, RECIPE)(jobs(2))  # type: ignore[index]
+    assert not torch.allclose(found.state["0.weight"], plain.state["0.weight"])
+
+
+def test_what_members_say_is_what_each_model_says() -> None:
+    found = Ensemble(fresh, ROWS, cross_entropy, RECIPE)(jobs(3))
+    measured, outputs = found.measured(ROWS, cross_entropy), found.outputs(ROWS)
+    assert measured.shape == (3, 40)
+    assert measured.dtype == np.float64
+    for number in range(3):
+        with torch.no_grad():
+            said = found.member(number)(INPUTS)
+        np.testing.assert_allclose(outputs[number], said.numpy(), rtol=1e-12)
+        np.testing.assert_allclose(measured[number], F.cross_entropy(said, LABELS, reduction="none").numpy(), rtol=1e-12)
+
+
+# -- a function of the user's ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_training_function_sees_the_rows_that_are_left_and_their_labels() -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    def train(model: nn.Module, inputs: Sequence[torch.Tensor], target: torch.Tensor | None, seed: int) -> nn.Module:
+        assert model.training
+        assert torch.is_grad_enabled()
+        seen.append((inputs[0], target, seed))
+        return model
+
+    flipped = (LABELS + 1) % 3
+    wanted = [Job("a", np.array([3, 5]), 7), Job("b", np.array([0]), 8, flipped)]
+    found = OneByOne(fresh, ROWS, train)(wanted)
+    assert [seed for _, _, seed in seen] == [7, 8]
+    assert torch.equal(seen[0][0], INPUTS[[3, 5]])
+    assert torch.equal(seen[0][1], LABELS[[3, 5]])
+    assert torch.equal(seen[1][1], flipped[[0]])
+    torch.testing.assert_close(found.state["0.weight"][1], fresh_model(fresh, 8)[0].weight.detach(), rtol=0, atol=0)  # type: ignore[index]
+    assert not found.model.training
+
+
+def test_models_of_another_shape_are_refused() -> None:
+    with pytest.raises(ModelError, match="number 1 has other weights"):
+        Members.of([nn.Linear(3, 2), nn.Linear(3, 4)])
+
+
+# -- newton ------------------------------------------------------------------------------------------------------------------------------
+
+DECAY = 0.01
+NEWTON = Recipe(optimizer="newton", weight_decay=DECAY)
+
+
+def linear(seed: int) -> nn.Module:
+    return nn.Linear(6, 3).double()
+
+
+def test_newton_finds_the_minimum_with_the_penalty_of_the_whole_training_set() -> None:
+    """The same as by numpy, whichever rows are left out."""
+    whole = SoftmaxRegression.of(INPUTS, LABELS, DECAY)
+    everything = np.arange(40)
+    wanted = [Job("all", everything, 0), *(Job(f"without {row}", np.delete(everything, row), 0) for row in (0, 17, 39))]
+    found = Ensemble(linear, ROWS, cross_entropy, NEWTON)(wanted)
+    for number, problem in enumerate([whole, *(whole.without(row) for row in (0, 17, 39))]):
+        np.testing.assert_allclose(member(found, number).numpy(), flattened(problem.solve()), rtol=0, atol=1e-8)
+
+
+def test_newton_trains_halves_from_where_the_last_one_ended() -> None:
+    wanted = jobs(6, 20)
+    found = Ensemble(linear, ROWS, cross_entropy, NEWTON)(wanted)
+    for number, job in enumerate(wanted):
+        problem = SoftmaxRegression(np.c_[INPUTS[job.rows], np.ones(20)], LABELS[job.rows].numpy(), 3, 40 * DECAY)
+        np.testing.assert_allclose(member(found, number).numpy(), flattened(problem.solve()), rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("model", "recipe", "words"),
+    [
+        (linear, replace(NEWTON, weight_decay=0.0), "not positive definite"),
+        (fresh, replace(NEWTON, weight_decay=1e-6), "not positive definite"),
+        (lambda seed: nn.Linear(6, 3), NEWTON, "did not find the minimum of subset 0"),
+        (lambda seed: nn.Linear(6, 1000).double(), NEWTON, "asked to train 7,000 parameters"),
+    ],
+    ids=["no decay", "not convex", "float32", "large"],
+)
+def test_newton_refuses_what_it_cannot_do(model: Any, recipe: Recipe, words: str) -> None:
+    rows = Rows((INPUTS.to(next(model(0).parameters()).dtype),), LABELS)
+    with pytest.raises(InfluenceError, match=words) as caught:
+        Ensemble(model, rows, cross_entropy, recipe)(jobs(1))
+    assert "next step: set" in str(caught.value)

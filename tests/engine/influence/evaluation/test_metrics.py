@@ -1,0 +1,305 @@
+"""The metrics against scipy and sklearn, on data of which the answer is known."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+from sklearn.metrics import average_precision_score, roc_auc_score
+
+from psgrad.engine.influence.evaluation.lds import ceiling, half_subsets, lds, lds_mean, subset_sums
+from psgrad.engine.influence.evaluation.loo import choose_removals, leave_one_out
+from psgrad.engine.influence.evaluation.mislabel import detect, flip, folds, over_flips, suspicion
+from psgrad.engine.influence.evaluation.removal import removal, strongest
+from psgrad.engine.influence.evaluation.resampling import (
+    drawn_counts,
+    interval_of,
+    mean_interval,
+    pearson,
+    pearson_of_resamples,
+    spearman,
+    spearman_of_resamples,
+)
+
+N, M = 60, 12
+
+
+def datamodel(subsets: int, noise: float, seeds: int = 1, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(true scores [n, m], subsets [S, n], outcomes [S, R, m]): losses that fall by the scores of the rows that are in, and noise."""
+    random = np.random.default_rng(seed)
+    scores = random.normal(size=(N, M))
+    drawn = half_subsets(N, subsets, 0.5, random)
+    spread = np.sqrt(N / 4)  # of a half-subset's sum of scores
+    outcomes = 5.0 - (drawn @ scores)[:, None, :] + noise * spread * random.normal(size=(subsets, seeds, M))
+    return scores, drawn, outcomes
+
+
+# -- resampled correlations --------------------------------------------------------------------------------------------------------------
+
+
+def with_ties(random: np.random.Generator, shape: tuple[int, ...], levels: int) -> np.ndarray:
+    return random.integers(0, levels, shape).astype(float)
+
+
+@pytest.mark.filterwarnings("ignore:An input array is constant")
+@given(seed=st.integers(0, 1000), levels=st.sampled_from([2, 5, 10**9]), items=st.integers(3, 25))
+def test_correlations_of_columns_are_scipys(seed: int, levels: int, items: int) -> None:
+    random = np.random.default_rng(seed)
+    x, y = with_ties(random, (items, 4), levels), with_ties(random, (items, 4), levels)
+    ranked = [stats.spearmanr(x[:, q], y[:, q]).statistic for q in range(4)]
+    plain = [stats.pearsonr(x[:, q], y[:, q]).statistic for q in range(4)]
+    np.testing.assert_allclose(spearman(x, y), ranked, atol=1e-12)
+    np.testing.assert_allclose(pearson(x, y), plain, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:An input array is constant")
+@settings(max_examples=15)
+@given(seed=st.integers(0, 1000), levels=st.sampled_from([3, 10**9]))
+def test_resamples_are_what_scipy_says_of_the_rows_written_out(seed: int, levels: int) -> None:
+    random = np.random.default_rng(seed)
+    x, y = with_ties(random, (12, 10), levels), with_ties(random, (12, 10), levels)
+    counts = drawn_counts(12, seed, 4)
+    ranked, plain = spearman_of_resamples({"x": x}, y, counts)["x"], pearson_of_resamples(x, y, counts)
+    for number, drawn in enumerate(counts.astype(int)):
+        rows = np.repeat(np.arange(12), drawn)
+        expected = [stats.spearmanr(x[rows, q], y[rows, q]).statistic for q in range(10)]
+        np.testing.assert_allclose(plain[number], [stats.pearsonr(x[rows, q], y[rows, q]).statistic for q in range(10)], atol=1e-9)
+        assert ranked[number] == pytest.approx(np.nan_to_num(expected).mean(), abs=1e-12)
+
+
+def test_resamples_are_as_large_as_the_sample_and_seeded() -> None:
+    counts = drawn_counts(30, 1)
+    assert (counts.sum(1) == 30).all()
+    assert np.array_equal(counts, drawn_counts(30, 1))
+    assert not np.array_equal(counts, drawn_counts(30, 2))
+    # Each item is drawn by a Poisson-like count of mean one and variance 1 - 1/30.
+    assert counts.mean(0) == pytest.approx(np.ones(30), abs=0.15)
+    assert counts.var() == pytest.approx(1 - 1 / 30, rel=0.05)
+
+
+def test_the_interval_of_a_mean_is_scipys_bootstrap() -> None:
+    values = np.random.default_rng(0).exponential(size=40)
+    reference = stats.bootstrap((values,), np.mean, n_resamples=5000, method="percentile", random_state=0).confidence_interval
+    assert mean_interval(values, 0) == pytest.approx((reference.low, reference.high), abs=0.03)
+
+
+def test_intervals_cover_the_true_score_as_often_as_they_say() -> None:
+    """Over 60 truths with a known score a 95 % interval misses at most 10 times but for one chance in 10^3."""
+    population = np.mean([lds_mean(*datamodel(2000, 1.0, seed=seed)) for seed in range(3)])
+    missed = 0
+    for seed in range(100, 160):
+        scores, subsets, outcomes = datamodel(50, 1.0, seed=seed)
+        low, high = lds({"true": scores}, subsets, outcomes, "true", seed)["true"].interval
+        missed += not low <= population <= high
+    assert missed <= stats.binom.isf(1e-3, 60, 0.05)
+
+
+# -- linear datamodeling score -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_true_datamodel_scores_one_its_opposite_minus_one_and_chance_nothing() -> None:
+    scores, subsets, outcomes = datamodel(80, 0.0)
+    random = np.random.default_rng(1).normal(size=scores.shape)
+    found = lds({"true": scores, "opposite": -scores, "random": random}, subsets, outcomes, "true")
+    assert found["true"].mean == pytest.approx(1)
+    assert found["true"].interval == pytest.approx((1, 1))
+    assert found["opposite"].mean == pytest.approx(-1)
+    assert found["random"].interval[0] < 0 < found["random"].interval[1]
+    assert found["opposite"].ahead == pytest.approx(2)
+    assert found["true"].ahead is None
+
+
+def test_a_score_is_the_mean_of_scipys_correlations_with_minus_the_mean_loss() -> None:
+    scores, subsets, outcomes = datamodel(30, 2.0, seeds=3)
+    expected = [stats.spearmanr(subsets @ scores[:, q], -outcomes[:, :, q].mean(1)).statistic for q in range(M)]
+    found = lds({"a": scores}, subsets, outcomes, "a")["a"]
+    np.testing.assert_allclose(found.per_query, expected, atol=1e-12)
+    assert found.mean == pytest.approx(np.mean(expected))
+    assert lds_mean(scores, subsets, outcomes) == pytest.approx(found.mean)
+
+
+def test_queries_without_a_correlation_count_as_nothing_and_are_counted() -> None:
+    scores, subsets, outcomes = datamodel(30, 0.0)
+    spoilt = scores.copy()
+    spoilt[:, 0] = 1.0  # every subset of one size has the same sum
+    spoilt[3, 1] = np.nan
+    found = lds({"whole": scores, "spoilt": spoilt}, subsets, outcomes, "whole")["spoilt"]
+    assert found.undefined == 2
+    assert np.isnan(found.per_query[:2]).all()
+    assert found.mean == pytest.approx((M - 2) / M)
+    assert found.interval == pytest.approx(((M - 2) / M, (M - 2) / M))
+
+
+def test_the_difference_of_two_methods_is_paired() -> None:
+    """Two methods that share their noise: the interval of the difference is far narrower than each by itself."""
+    scores, subsets, outcomes = datamodel(40, 2.0)
+    near = scores + 0.05 * np.random.default_rng(2).normal(size=scores.shape)
+    found = lds({"a": scores, "b": near}, subsets, outcomes, "a")
+    assert found["b"].ahead == pytest.approx(found["a"].mean - found["b"].mean)
+    assert found["b"].ahead_interval is not None
+    low, high = found["b"].ahead_interval
+    assert low <= found["b"].ahead <= high
+    assert high - low < (found["a"].interval[1] - found["a"].interval[0]) / 4
+
+
+@pytest.mark.parametrize(("seeds", "noise"), [(2, 1.0), (3, 0.7), (4, 1.5), (5, 1.0)])
+def test_the_ceiling_is_what_the_expected_outcome_scores(seeds: int, noise: float) -> None:
+    """Of normal outcomes with known variances: one seed agrees with another to s / (s + e), the mean of R to s / (s + e / R)."""
+
+    def ranked(correlation: float) -> float:
+        return 6 / np.pi * np.arcsin(correlation / 2)  # Pearson's of two normal variables to Spearman's
+
+    scores, subsets, outcomes = datamodel(2500, noise, seeds=seeds)
+    found = ceiling(outcomes)
+    assert found is not None
+    assert found.single == pytest.approx(ranked(1 / (1 + noise**2)), abs=0.02)
+    assert found.best == pytest.approx(lds_mean(scores, subsets, outcomes), abs=0.02)
+    assert found.best == pytest.approx(np.sqrt(found.reliability))
+
+
+def test_one_seed_has_no_ceiling() -> None:
+    assert ceiling(datamodel(10, 1.0)[2]) is None
+
+
+def test_subsets_have_one_size_and_differ() -> None:
+    drawn = half_subsets(21, 50, 0.5, np.random.default_rng(0))
+    assert (drawn.sum(1) == 10).all()
+    assert len(np.unique(drawn, axis=0)) == 50
+    assert half_subsets(20, 3, 0.25, np.random.default_rng(0)).sum() == 15
+
+
+def test_sums_are_over_the_rows_that_are_in() -> None:
+    scores = np.arange(6.0).reshape(3, 2)
+    assert subset_sums(scores, np.array([[True, False, True], [False, True, False]])).tolist() == [[4, 6], [2, 3]]
+
+
+# -- leave-one-out -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_leave_one_out_is_scipys_correlation_and_line() -> None:
+    random = np.random.default_rng(0)
+    scores, removed = random.normal(size=(N, M)), np.arange(0, N, 2)
+    rises = 1.7 * scores[removed] + 0.2 + 0.3 * random.normal(size=(len(removed), M))
+    found = leave_one_out({"a": scores, "half": scores / 2}, removed, rises)
+    line = stats.linregress(scores[removed].ravel(), rises.ravel())
+    assert found["a"].slope == pytest.approx(line.slope)
+    assert found["a"].intercept == pytest.approx(line.intercept)
+    assert found["a"].pooled == pytest.approx(line.rvalue)
+    each = [stats.pearsonr(scores[removed, q], rises[:, q]).statistic for q in range(M)]
+    np.testing.assert_allclose(found["a"].per_query, each, atol=1e-12)
+    assert found["a"].pearson == pytest.approx(np.mean(each))
+    assert found["a"].spearman == pytest.approx(np.mean([stats.spearmanr(scores[removed, q], rises[:, q]).statistic for q in range(M)]))
+    assert found["a"].interval[0] < found["a"].pearson < found["a"].interval[1]
+    assert found["half"].slope == pytest.approx(2 * line.slope)  # a method that is off by a factor shows in the slope alone
+    assert found["half"].pearson == pytest.approx(found["a"].pearson)
+
+
+def test_scores_that_say_nothing_have_no_slope() -> None:
+    found = leave_one_out(
+        {"flat": np.ones((5, 3)), "missing": np.full((5, 3), np.nan)}, np.arange(5), np.random.default_rng(0).normal(size=(5, 3))
+    )
+    for score in found.values():
+        assert score.undefined == 3
+        assert score.pearson == 0
+        assert np.isnan(score.slope)
+
+
+def test_removals_are_the_highest_and_others_at_random() -> None:
+    own = np.random.default_rng(0).permutation(100).astype(float)
+    own[7] = np.nan
+    found = choose_removals(own, 30, 10, np.random.default_rng(1))
+    assert len(set(found)) == 30
+    assert set(np.argsort(-np.nan_to_num(own, nan=-1))[:10]) <= set(found)
+    assert (np.diff(found) > 0).all()
+    assert not np.array_equal(found, choose_removals(own, 30, 10, np.random.default_rng(2)))
+    assert choose_removals(own, 500, 10, np.random.default_rng(1)).tolist() == list(range(100))
+
+
+# -- mislabels ---------------------------------------------------------------------------------------------------------------------------
+
+
+def test_flips_are_as_many_as_asked_each_to_another_class_that_occurs() -> None:
+    labels = np.repeat([2, 5, 9], 200)
+    given_labels, flipped = flip(labels, 0.1, np.random.default_rng(0))
+    assert flipped.sum() == 60
+    assert (given_labels[~flipped] == labels[~flipped]).all()
+    assert (given_labels[flipped] != labels[flipped]).all()
+    assert set(given_labels) == {2, 5, 9}
+    # Each of the other two classes as likely.
+    after = [(given_labels[flipped & (labels == one)] == other).sum() for one, other in itertools.permutations((2, 5, 9), 2)]
+    assert min(after) >= 3
+    assert labels.tolist() == np.repeat([2, 5, 9], 200).tolist()
+
+
+@given(seed=st.integers(0, 1000), levels=st.sampled_from([4, 10**9]))
+def test_detection_is_sklearns(seed: int, levels: int) -> None:
+    random = np.random.default_rng(seed)
+    flipped = random.permutation(50) < 5
+    score = with_ties(random, (50,), levels) + 2.0 * flipped
+    found = detect(score, flipped)
+    assert found.auc == pytest.approx(roc_auc_score(flipped, score))
+    assert found.average_precision == pytest.approx(average_precision_score(flipped, score))
+    if levels > 50:
+        assert found.recall == pytest.approx(flipped[np.argsort(-score)[:5]].sum() / 5)
+
+
+def test_missing_and_infinite_scores() -> None:
+    flipped = np.array([True] * 2 + [False] * 18)
+    score = np.r_[np.inf, np.nan, np.arange(18.0)]
+    found = detect(score, flipped)
+    assert found.undefined == 1
+    assert found.recall == 0.5  # the infinite one is first of two, the missing one last
+    assert found.auc == pytest.approx(0.5)
+
+
+def test_means_and_deviations_over_flips() -> None:
+    flipped = np.array([True, False, False, False])
+    found = over_flips([detect(np.array(score, dtype=float), flipped) for score in ([4, 3, 2, 1], [3, 4, 2, 1], [1, 2, 3, 4])])
+    aucs = [1.0, 2 / 3, 0.0]
+    assert found.auc == pytest.approx(np.mean(aucs))
+    assert found.auc_deviation == pytest.approx(np.std(aucs, ddof=1))
+    assert np.isnan(over_flips([detect(np.arange(4.0), flipped)]).auc_deviation)
+
+
+def test_each_row_is_left_out_of_one_fold() -> None:
+    found = folds(23, np.random.default_rng(0))
+    assert len(found) == 5
+    assert sorted(np.concatenate(found)) == list(range(23))
+    assert {len(part) for part in found} == {4, 5}
+
+
+def test_suspicion_is_what_the_formulas_say() -> None:
+    random = np.random.default_rng(0)
+    outputs, labels = random.normal(size=(6, 3)), random.integers(0, 3, 6)
+    found = suspicion(outputs, labels)
+    for row, (z, y) in enumerate(zip(outputs, labels, strict=True)):
+        p = np.exp(z) / np.exp(z).sum()
+        assert found["1 - p(label)"][row] == pytest.approx(1 - p[y])
+        assert found["EL2N"][row] == pytest.approx(np.linalg.norm(p - np.eye(3)[y]))
+        assert found["margin"][row] == pytest.approx(np.delete(z, y).max() - z[y])
+
+
+# -- removals ----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_strongest_are_those_with_the_largest_scores() -> None:
+    scores = np.array([[0.1, 5.0], [3.0, np.nan], [-4.0, 6.0], [2.0, 7.0]])
+    assert strongest(scores, 0, 2).tolist() == [1, 3]
+    assert strongest(scores, 1, 3).tolist() == [0, 2, 3]
+
+
+def test_removal_is_the_mean_over_queries_with_paired_differences() -> None:
+    random = np.random.default_rng(0)
+    shared = random.exponential(size=15)
+    rises: dict[str, dict[int, Any]] = {"a": {10: shared + 1, 20: shared + 2}, "b": {10: shared, 20: shared}}
+    found = removal(rises, "a")
+    assert found["a"][20].rise == pytest.approx((shared + 2).mean())
+    assert found["a"][20].ahead is None
+    assert found["b"][10].ahead_interval == pytest.approx((1, 1))
+    assert found["b"][20].ahead == pytest.approx(2)
+    assert found["b"][10].interval == interval_of(drawn_counts(15, 0) @ shared / 15)

@@ -1,0 +1,213 @@
+"""Controls by plain algebra, finished models that are not trained twice, and methods as matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from sklearn.metrics.pairwise import cosine_similarity, euclidean_distances
+from torch import nn
+
+from psgrad.engine.influence.evaluation.controls import LABEL, LOSS, NEIGHBOUR, NORM, PENULTIMATE, RANDOM, controls, penultimate
+from psgrad.engine.influence.evaluation.jobs import Job
+from psgrad.engine.influence.evaluation.members import Members, Rows
+from psgrad.engine.influence.evaluation.retraining import measured, seed_of
+from psgrad.engine.influence.evaluation.scored import damped, fitted_to, has_damping, score_matrix, self_influences
+from psgrad.engine.influence.method import Checkpoint, Fitted, Method
+from psgrad.engine.influence.methods.gradient_dot import GradientDot, Products
+from psgrad.errors import InfluenceError
+from tests.engine.influence.problems import classified, convolution, cross_entropy, examples, gradient_rows, mlp, squared_error
+
+INPUTS, LABELS = classified(14)
+QUERIES, ASKED = classified(5, seed=2)
+
+
+# -- controls ----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_controls_are_what_sklearn_and_a_loop_say() -> None:
+    model = mlp()
+    found, notes = controls(examples(model, cross_entropy, INPUTS, LABELS), examples(model, cross_entropy, QUERIES, ASKED))
+    assert notes == []
+    assert all(matrix.shape == (14, 5) for matrix in found.values())
+    with torch.no_grad():
+        hidden = [model[1](model[0](x)).numpy() for x in (INPUTS, QUERIES)]  # type: ignore[index, operator]
+        losses = F.cross_entropy(model(INPUTS), LABELS, reduction="none").numpy()
+    np.testing.assert_array_equal(found[LABEL], LABELS.numpy()[:, None] == ASKED.numpy()[None])
+    np.testing.assert_allclose(found[NEIGHBOUR], -euclidean_distances(INPUTS.numpy(), QUERIES.numpy()), rtol=1e-9)
+    np.testing.assert_allclose(found[PENULTIMATE], cosine_similarity(*hidden), rtol=1e-9, atol=1e-12)
+    norms = np.linalg.norm(gradient_rows(model, cross_entropy, INPUTS, LABELS), axis=1)
+    for query in range(5):
+        np.testing.assert_allclose(found[LOSS][:, query], losses, rtol=1e-10)
+        np.testing.assert_allclose(found[NORM][:, query], norms, rtol=1e-10)
+    assert abs(found[RANDOM].mean()) < 0.5
+
+
+def test_what_goes_into_the_last_layer_that_runs_is_penultimate() -> None:
+    class Backwards(nn.Module):
+        """Its layers are named in another order than they run in."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.head, self.body = nn.Linear(4, 3).double(), nn.Linear(6, 4).double()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.body(x).tanh())
+
+    model = Backwards()
+    found = penultimate(model, Rows((INPUTS,), LABELS))
+    assert found is not None
+    torch.testing.assert_close(found, model.body(INPUTS).tanh().detach())
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    pictures, _ = classified(4, (1, 6, 6))
+    deep = convolution()
+    taken = penultimate(deep, Rows((pictures,), None))
+    assert taken is not None
+    torch.testing.assert_close(taken, deep[:-1](pictures).detach())  # type: ignore[index]
+
+
+def test_controls_that_there_are_none_of_are_named() -> None:
+    tokens, values = torch.arange(6).reshape(3, 2), torch.randn(3, 1, dtype=torch.float64)
+    model = nn.Sequential(nn.Embedding(6, 1), nn.Flatten(), nn.Linear(2, 1)).double()
+    found, notes = controls(*[examples(model, squared_error, tokens, values)] * 2)
+    assert LABEL not in found
+    assert NEIGHBOUR not in found
+    assert PENULTIMATE in found
+    assert [note.split(":")[0] for note in notes] == [f"no control {LABEL!r}", f"no control {NEIGHBOUR!r}"]
+    lookup, _ = controls(*[examples(nn.Sequential(nn.Embedding(6, 1), nn.Flatten()).double(), squared_error, tokens, tokens.double())] * 2)
+    assert PENULTIMATE not in lookup
+
+
+# -- finished models -------------------------------------------------------------------------------------------------------------------
+
+
+class Memory(dict[str, Any]):
+    def load(self, name: str) -> Any:
+        return self.get(name)
+
+    def save(self, name: str, values: Any) -> None:
+        self[name] = values
+
+
+class Counting:
+    """A trainer of nothing: a member is its number of rows and its seed."""
+
+    def __init__(self, fail_at: int | None = None) -> None:
+        self.batches: list[list[int]] = []
+        self.fail_at = fail_at
+
+    def __call__(self, jobs: Sequence[Job]) -> Members:
+        if self.fail_at is not None and len(self.batches) == self.fail_at:
+            raise KeyboardInterrupt
+        self.batches.append([len(job.rows) for job in jobs])
+        state = {"weight": torch.tensor([[len(job.rows), job.seed, int(job.rows[0])] for job in jobs])}
+        return Members(nn.Identity(), state, np.zeros(len(jobs)))
+
+
+def as_is(members: Members) -> np.ndarray:
+    return members.state["weight"].numpy()
+
+
+JOBS = [Job(f"{k}", np.arange(k % 3, 10 + k % 3 + k % 2), k) for k in range(10)]
+SAID = [[len(job.rows), job.seed, int(job.rows[0])] for job in JOBS]
+
+
+@pytest.mark.parametrize("together", [1, 3, 4, 100])
+def test_numbers_come_in_the_order_of_the_jobs(together: int) -> None:
+    train, told = Counting(), list[int]()
+    found = measured(JOBS, train, as_is, Memory(), "", together, told.append)
+    assert found.tolist() == SAID
+    assert told[-1] == 10
+    assert sum(len(set(batch)) > 1 for batch in train.batches) <= 1  # models of one size are trained together
+
+
+def test_what_was_stopped_goes_on_where_it_was() -> None:
+    store = Memory()
+    with pytest.raises(KeyboardInterrupt):
+        measured(JOBS, Counting(fail_at=2), as_is, store, "", 3)
+    again = Counting()
+    assert measured(JOBS, again, as_is, store, "", 3).tolist() == SAID
+    assert len(again.batches) == 2  # of four
+
+
+@pytest.mark.parametrize("change", ["fingerprint", "rows", "seed", "target", "damage"])
+def test_what_is_no_longer_true_is_trained_again(change: str) -> None:
+    store, jobs, fingerprint = Memory(), list(JOBS), "one model"
+    measured(jobs, Counting(), as_is, store, fingerprint, 100)
+    other = {
+        "fingerprint": jobs[0],
+        "rows": replace(jobs[0], rows=jobs[0].rows + 1),
+        "seed": replace(jobs[0], seed=99),
+        "target": replace(jobs[0], target=torch.zeros(20)),
+        "damage": jobs[0],
+    }[change]
+    if change == "damage":
+        store.update({name: values[:-1] for name, values in store.items()})
+    train = Counting()
+    measured([other, *jobs[1:]], train, as_is, store, "another" if change == "fingerprint" else fingerprint, 100)
+    assert len(train.batches) == 1
+
+
+def test_seeds_of_places_are_all_different() -> None:
+    assert len({seed_of(0, s, r) for s in range(100) for r in range(5)} | {seed_of(1, s, 0) for s in range(100)}) == 600
+
+
+# -- methods as matrices -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Damped(Method):
+    """Products divided by a damping."""
+
+    name = "damped"
+    damping: float | None = 5.0
+    relative_damping: float = 0.1
+    fits: list[float] = field(default_factory=list)
+
+    def fit(self, training: Any, checkpoint: Checkpoint) -> Fitted:
+        self.fits.append(self.relative_damping)
+        return Products(training, 1 / (self.relative_damping if self.damping is None else self.damping))
+
+
+class CheaplyDamped(Products):
+    def with_damping(self, *, damping: float | None = None, relative: float | None = None) -> Products:
+        assert damping is None
+        assert relative is not None
+        return Products(self.training, 1 / relative)
+
+
+def test_a_matrix_is_the_method_over_all_checkpoints() -> None:
+    models = [mlp(seed) for seed in (0, 1)]
+    training = [examples(model, cross_entropy, INPUTS, LABELS, chunk_size=4) for model in models]
+    queries = [examples(model, cross_entropy, QUERIES, ASKED) for model in models]
+    fitted = fitted_to(GradientDot(), [(each, Checkpoint(number)) for number, each in enumerate(training)])
+    rows = [gradient_rows(model, cross_entropy, INPUTS, LABELS) for model in models]
+    asked = [gradient_rows(model, cross_entropy, QUERIES, ASKED) for model in models]
+    products = [one @ other.T for one, other in zip(rows, asked, strict=True)]
+    own = [(one**2).sum(1) for one in rows]
+    np.testing.assert_allclose(score_matrix(GradientDot(), fitted, queries), np.mean(products, axis=0), rtol=1e-9)
+    np.testing.assert_allclose(self_influences(GradientDot(), fitted), np.mean(own, axis=0), rtol=1e-9)
+    relative = np.mean([one / np.sqrt(of)[:, None] for one, of in zip(products, own, strict=True)], axis=0)
+    np.testing.assert_allclose(score_matrix(GradientDot(), fitted, queries, "self_influence"), relative, rtol=1e-9)
+
+
+def test_another_damping_comes_of_the_factorisation_at_hand_or_of_another_fit() -> None:
+    training, queries = examples(mlp(), cross_entropy, INPUTS, LABELS), examples(mlp(), cross_entropy, QUERIES, ASKED)
+    method, places = Damped(), [(training, Checkpoint())]
+    plain = score_matrix(GradientDot(), [Products(training)], [queries])
+    changed, fitted = damped(method, [CheaplyDamped(training)], places, 0.25)
+    np.testing.assert_allclose(score_matrix(changed, fitted, [queries]), 4 * plain)
+    assert method.fits == []
+    changed, fitted = damped(method, fitted_to(method, places), places, 0.5)
+    np.testing.assert_allclose(score_matrix(changed, fitted, [queries]), 2 * plain)
+    assert method.fits == [0.1, 0.5]
+    assert (method.damping, method.relative_damping) == (5.0, 0.1)
+    assert has_damping(method)
+    assert not has_damping(GradientDot())
+    with pytest.raises(InfluenceError, match="gradient_dot has no damping to tune"):
+        damped(GradientDot(), [], places, 0.5)
