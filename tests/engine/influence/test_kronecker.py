@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from psgrad.engine.influence.curvature.kronecker import fit_blocks, sampled_rows
+from psgrad.engine.influence.curvature.kronecker import fisher_rows, fit_blocks
 from psgrad.engine.influence.curvature.kronecker.blocks import Block
 from psgrad.engine.influence.curvature.rows import gauss_newton_rows
 from psgrad.engine.influence.examples import Examples
@@ -161,7 +161,7 @@ def test_sampled_rows_have_the_gauss_newton_matrix_as_their_mean() -> None:
     expected = gauss_newton(model, cross_entropy, inputs, labels)
 
     def error(draws: int) -> float:
-        rows = sampled_rows(training, draws, seed=3).materialise().numpy()
+        rows = fisher_rows(training, draws, seed=3).materialise().numpy()
         return float(np.linalg.norm(rows.T @ rows - expected) / np.linalg.norm(expected))
 
     assert error(6400) < 0.03
@@ -172,7 +172,7 @@ def test_sampled_rows_follow_from_the_seed_and_the_sample_alone() -> None:
     inputs, labels = classified(7)
     model = mlp()
     of = {
-        (size, seed): sampled_rows(examples(model, cross_entropy, inputs, labels, chunk_size=size), 2, seed).materialise()
+        (size, seed): fisher_rows(examples(model, cross_entropy, inputs, labels, chunk_size=size), 2, seed).materialise()
         for size in (1, 4, 7)
         for seed in (0, 1)
     }
@@ -180,6 +180,12 @@ def test_sampled_rows_follow_from_the_seed_and_the_sample_alone() -> None:
         assert torch.allclose(of[size, 0], of[7, 0], rtol=0, atol=1e-13)
     assert (of[7, 0] - of[7, 1]).abs().max() > 0.01
     assert (of[7, 0][::2] - of[7, 0][1::2]).abs().max() > 0.01
+
+
+def test_an_output_with_too_many_numbers_is_refused_with_what_would_do() -> None:
+    inputs, labels = classified(3)
+    with pytest.raises(InfluenceError, match=r"output has 129 numbers(?s:.*)fisher: empirical"):
+        fisher_rows(examples(mlp(0, (6, 129)), cross_entropy, inputs, labels), 1, 0)
 
 
 def test_gradients_that_are_not_finite_are_told() -> None:

@@ -9,8 +9,7 @@ from typing import Any, Literal
 import torch
 
 from psgrad.engine.gradients.queries import PerSampleGradients
-from psgrad.engine.influence.curvature.kronecker import Block, fit_blocks, sampled_rows
-from psgrad.engine.influence.curvature.rows import gauss_newton_rows
+from psgrad.engine.influence.curvature.kronecker import Block, fisher_rows, fit_blocks
 from psgrad.engine.influence.damping import Damping
 from psgrad.engine.influence.examples import Examples
 from psgrad.engine.influence.flat import Vectors, as_gradients
@@ -53,7 +52,11 @@ class EKFAC(Method):
     def _rows(self, training: Examples) -> Examples:
         if self.fisher == "empirical":
             return training
-        return gauss_newton_rows(training) if self.fisher == "exact" else sampled_rows(training, self.draws, self.seed)
+        return fisher_rows(training, self.draws if self.fisher == "sampled" else None, self.seed)
+
+    def __post_init__(self) -> None:
+        if self.draws < 1:
+            raise InfluenceError(f"draws is {self.draws}", expected="at least one sampled row for each training example")
 
 
 class KroneckerFactored(Preconditioned):

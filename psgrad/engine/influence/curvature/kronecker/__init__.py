@@ -2,4 +2,4 @@
 
 from psgrad.engine.influence.curvature.kronecker.blocks import Block as Block
 from psgrad.engine.influence.curvature.kronecker.fitting import fit_blocks as fit_blocks
-from psgrad.engine.influence.curvature.kronecker.sampled import sampled_rows as sampled_rows
+from psgrad.engine.influence.curvature.kronecker.sampled import fisher_rows as fisher_rows

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
+from psgrad.engine.gradients.projections.entries import key_of, signs, streams, words_at
 from psgrad.engine.influence.curvature.output_derivatives import OutputDerivatives
-from psgrad.engine.influence.curvature.rows import OutputRows, gauss_newton_rows
+from psgrad.engine.influence.curvature.rows import LARGEST_OUTPUT, OutputRows, gauss_newton_rows, output_size
 from psgrad.engine.influence.examples import Examples
+from psgrad.errors import InfluenceError
 
 
 @dataclass(frozen=True)
@@ -25,16 +26,25 @@ class SampledRows(OutputRows):
 
     def cotangents(self, outputs: torch.Tensor, target: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
         roots = OutputDerivatives.of(self.objective.criterion, outputs, target).root(rows)[0]
-        signs = torch.stack([self._signs(int(row), roots.shape[2]) for row in rows]).to(roots)
-        return torch.bmm(signs, roots.transpose(1, 2)) / math.sqrt(self.per_sample)
-
-    def _signs(self, row: int, size: int) -> torch.Tensor:
-        """[R, C]"""
-        bits = np.random.default_rng((self.seed, row)).integers(2, size=(self.per_sample, size))
-        return torch.from_numpy(bits * 2.0 - 1.0)
+        size = self.per_sample * roots.shape[2]
+        stream = streams(key_of(self.seed, "rows"), rows.to(outputs.device)).unsqueeze(1)
+        words = words_at(stream, torch.arange(math.ceil(size / 64), device=outputs.device))
+        drawn = signs(words)[:, :size].reshape(-1, self.per_sample, roots.shape[2]).to(roots)
+        return torch.bmm(drawn, roots.transpose(1, 2)) / math.sqrt(self.per_sample)
 
 
-def sampled_rows(training: Examples, draws: int, seed: int) -> SampledRows:
-    """`draws` rows for each sample. Raises InfluenceError as `gauss_newton_rows` does."""
-    rows = gauss_newton_rows(training)
-    return SampledRows(rows.objective, rows.read, rows.count, rows.options, per_sample=draws, seed=seed)
+def fisher_rows(training: Examples, draws: int | None, seed: int) -> OutputRows:
+    """`draws` sampled rows for each example, or all rows where it is None.
+
+    Raises InfluenceError where the output is no tensor or too large, and, as a pass goes on, where the loss is not convex in it.
+    """
+    size = output_size(training)
+    if size > LARGEST_OUTPUT:
+        raise InfluenceError(
+            f"the model's output has {size} numbers for one example, too many for the second derivatives of its loss in them",
+            expected=f"at most {LARGEST_OUTPUT}, for rows of the Gauss-Newton matrix",
+            next_step="set fisher: empirical, which takes the gradients of the training loss",
+        )
+    if draws is None:
+        return gauss_newton_rows(training)
+    return SampledRows(training.objective, training.read, training.count, training.options, per_sample=draws, seed=seed)
