@@ -11,8 +11,10 @@ import torch
 from psgrad.engine.transforms import grad, hessian, vmap
 from psgrad.errors import InfluenceError
 
-# A second derivative below zero by no more than this share of the sample's largest one is rounding.
+# A second derivative below zero by no more than this share of the sample's largest one is rounding. So is one below zero by no more than
+# some rounding errors of a number of order one: where a probability is nearly one, the second derivative is a difference of such.
 _ROUNDING = 1e-7
+_CANCELLED = 64 * torch.finfo(torch.float64).eps
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class OutputDerivatives:
             )
         values, vectors = torch.linalg.eigh(self.hessian)
         largest = values.abs().amax(1, keepdim=True)
-        negative = (values < -_ROUNDING * largest).any(1)
+        negative = (values < -_ROUNDING * largest - _CANCELLED * max(1.0, float(largest.max()))).any(1)
         if bool(negative.any()):
             place = int(negative.nonzero()[0])
             raise InfluenceError(
