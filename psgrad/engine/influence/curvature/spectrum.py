@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from psgrad.engine.influence.solvers.refusals import not_finite
+
 Apply = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -52,7 +54,8 @@ def lanczos(apply: Apply, start: torch.Tensor, iterations: int) -> Ritz:
         start: [p], the first vector; all that it is orthogonal to stays unseen.
         iterations: at most; fewer where the Krylov space ends before.
 
-    The bounds are norms of residuals, |A v - value v|. Parlett, "The Symmetric Eigenvalue Problem" (1998), chapter 13.
+    The bounds are norms of residuals, |A v - value v|. Raises InfluenceError where a product is not finite.
+    Parlett, "The Symmetric Eigenvalue Problem" (1998), chapter 13.
     """
     basis = start.new_zeros(min(iterations, len(start)), len(start), dtype=torch.float64)
     alphas: list[float] = []
@@ -63,6 +66,8 @@ def lanczos(apply: Apply, start: torch.Tensor, iterations: int) -> Ritz:
         basis[step] = vector
         product = apply(vector.unsqueeze(0)).squeeze(0).double()
         alphas.append(float(vector @ product))
+        if not math.isfinite(alphas[-1]):
+            raise not_finite()
         known = basis[: step + 1]
         for _ in range(2):
             product = product - known.t() @ (known @ product)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from psgrad.engine.influence.curvature.spectrum import Ritz
 from psgrad.errors import InfluenceError
+
+if TYPE_CHECKING:
+    from psgrad.engine.influence.curvature.spectrum import Ritz
 
 # Of the largest eigenvalue, what may be rounding of the lowest.
 ROUNDING = 1e-9

@@ -1,0 +1,58 @@
+"""Arnoldi influence keeps the leading eigenpairs, and nothing across them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from psgrad.engine.influence.solvers.arnoldi import arnoldi
+from psgrad.errors import InfluenceError
+from tests.engine.influence.test_conjugate_gradient import solved, symmetric
+
+SPECTRUM = torch.logspace(-2, 2, 100, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("rank", [1, 10, 50])
+def test_the_leading_eigenpairs_of_a_known_spectrum(rank: int) -> None:
+    matrix = symmetric(SPECTRUM)
+    found = arnoldi(lambda v: v @ matrix, 100, rank=rank, iterations=100)
+    torch.testing.assert_close(found.values, SPECTRUM.flip(0)[:rank], rtol=1e-8, atol=0)
+    assert float((found.vectors @ matrix - found.values[:, None] * found.vectors).abs().max()) < 1e-8
+    assert found.facts["rank"] == rank
+    assert found.facts["eigenvalues_kept"] == pytest.approx([float(SPECTRUM[-rank]), 100])
+
+
+def test_it_is_the_truncated_inverse_and_zero_elsewhere() -> None:
+    matrix, rhs = symmetric(SPECTRUM), torch.randn(4, 100, dtype=torch.float64)
+    values, vectors = torch.linalg.eigh(matrix)
+    kept = vectors[:, -20:]
+    for damping in (0.0, 3.0):
+        expected = rhs @ (kept / (values[-20:] + damping)) @ kept.t()
+        found = arnoldi(lambda v: v @ matrix, 100, rank=20, iterations=100).solve(rhs, damping)
+        torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
+    across = rhs - rhs @ kept @ kept.t()
+    assert float(arnoldi(lambda v: v @ matrix, 100, rank=20, iterations=100).solve(across).abs().max()) < 1e-9
+
+
+def test_of_full_rank_it_is_the_inverse() -> None:
+    matrix, rhs = symmetric(SPECTRUM), torch.randn(4, 100, dtype=torch.float64)
+    found = arnoldi(lambda v: v @ matrix, 100, rank=100, iterations=100).solve(rhs)
+    torch.testing.assert_close(found, solved(matrix, rhs), rtol=1e-6, atol=1e-6)
+
+
+def test_few_products_find_the_top_and_tell_how_well() -> None:
+    matrix = symmetric(SPECTRUM)
+    found = arnoldi(lambda v: v @ matrix, 100, rank=5, iterations=25)
+    assert found.facts["iterations"] == 25
+    for value in found.values:
+        assert float((SPECTRUM - value).abs().min()) <= found.facts["largest_bound"]
+
+
+def test_negative_eigenvalues_are_dropped_and_counted() -> None:
+    matrix = symmetric(torch.cat([torch.tensor([-90.0, -60.0, -0.001]), SPECTRUM[3:]]))
+    found = arnoldi(lambda v: v @ matrix, 100, rank=10, iterations=100)
+    assert found.facts["negative"] == 2
+    assert len(found.values) == 8
+    assert float(found.values.min()) > 0
+    with pytest.raises(InfluenceError, match="no eigenvalue of the curvature is positive"):
+        arnoldi(lambda v: -v, 10)

@@ -1,0 +1,151 @@
+"""Block conjugate gradients: the dense solve, whatever the right-hand sides are like; and loud where there is none."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from psgrad.engine.influence.curvature.products import curvature_products
+from psgrad.engine.influence.solvers.conjugate_gradient import conjugate_gradient
+from psgrad.engine.influence.solvers.preconditioner import nystroem
+from psgrad.errors import InfluenceError
+from tests.engine.influence.problems import cross_entropy, digits, examples
+
+
+def symmetric(eigenvalues: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    """A matrix with these eigenvalues, and eigenvectors that are random."""
+    generator = np.random.default_rng(seed)
+    vectors = torch.tensor(np.linalg.qr(generator.standard_normal((len(eigenvalues), len(eigenvalues))))[0])
+    return (vectors * eigenvalues.double()) @ vectors.t()
+
+
+def solved(matrix: torch.Tensor, rhs: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(np.linalg.solve(matrix.numpy(), rhs.numpy().T).T)
+
+
+def relative(matrix: torch.Tensor, x: torch.Tensor, rhs: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(rhs - x @ matrix, dim=1) / torch.linalg.vector_norm(rhs, dim=1)
+
+
+@given(size=st.integers(2, 40), count=st.integers(1, 60), spread=st.floats(0, 4), seed=st.integers(0, 1000))
+def test_the_solution_is_the_dense_one(size: int, count: int, spread: float, seed: int) -> None:
+    matrix = symmetric(torch.logspace(-spread / 2, spread / 2, size), seed)
+    rhs = torch.tensor(np.random.default_rng(seed).standard_normal((count, size)))
+    x, facts = conjugate_gradient(lambda v: v @ matrix, rhs, tolerance=1e-10)
+    assert facts["converged"]
+    assert float(relative(matrix, x, rhs).max()) <= 1e-10
+    assert facts["relative_residual_max"] == pytest.approx(float(relative(matrix, x, rhs).max()), rel=0.5, abs=1e-14)
+    torch.testing.assert_close(x, solved(matrix, rhs), rtol=1e-6, atol=1e-6 * float(x.abs().max()))
+
+
+def test_right_hand_sides_that_depend_on_one_another_are_no_trouble() -> None:
+    matrix = symmetric(torch.logspace(-3, 1, 120))
+    rhs = torch.randn(12, 120, dtype=torch.float64)
+    rhs[1] = 0
+    rhs[3] = rhs[2]
+    rhs[4] = -1e6 * rhs[2]
+    rhs[5] = rhs[2] + 1e-9 * rhs[6]
+    rhs[7] *= 1e-12
+    x, facts = conjugate_gradient(lambda v: v @ matrix, rhs, tolerance=1e-8)
+    assert facts["converged"]
+    assert torch.equal(x[1], torch.zeros(120, dtype=torch.float64))
+    rest = torch.arange(12) != 1
+    assert float(relative(matrix, x[rest], rhs[rest]).max()) <= 1e-8
+    torch.testing.assert_close(x[3], x[2], rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(x[4], -1e6 * x[2], rtol=1e-5, atol=1e-2)
+
+
+def test_a_block_is_solved_as_its_right_hand_sides_one_by_one_in_far_fewer_products() -> None:
+    matrix = symmetric(torch.logspace(-3, 1, 150))
+    rhs = torch.randn(30, 150, dtype=torch.float64)
+    together, shared = conjugate_gradient(lambda v: v @ matrix, rhs, tolerance=1e-9, spectrum=False)
+    alone, single = conjugate_gradient(lambda v: v @ matrix, rhs, tolerance=1e-9, block=1, iterations=1000, spectrum=False)
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-6)
+    assert shared["converged"]
+    assert single["converged"]
+    assert 10 * shared["products"] < single["products"]
+
+
+def test_all_right_hand_sides_are_counted_where_they_do_not_converge() -> None:
+    matrix = symmetric(torch.logspace(-4, 2, 200))
+    rhs = torch.randn(3, 200, dtype=torch.float64)
+    heard: list[str] = []
+    x, facts = conjugate_gradient(lambda v: v @ matrix, rhs, iterations=7, say=heard.append)
+    assert not facts["converged"]
+    assert facts["unconverged"] == 3
+    assert facts["iterations"] == 7
+    assert facts["relative_residual_max"] == pytest.approx(float(relative(matrix, x, rhs).max()))
+    assert facts["relative_residual_median"] == pytest.approx(float(relative(matrix, x, rhs).median()))
+    assert heard == [
+        "conjugate gradients did not converge: after 7 iterations the relative residual of 3 of 3 right-hand sides is above 1e-06, of "
+        f"the worst {facts['relative_residual_max']:.2g}; raise iterations, or the damping"
+    ]
+
+
+def test_the_residual_that_is_reported_is_of_the_solution_and_not_of_the_recurrence() -> None:
+    """Products that are wrong by a part in a thousand, another one each time: no recurrence notices, x says so."""
+    matrix = symmetric(torch.logspace(-2, 2, 80))
+    generator = torch.Generator().manual_seed(0)
+
+    def noisy(v: torch.Tensor) -> torch.Tensor:
+        exact = v @ matrix
+        return exact * (1 + 1e-3 * torch.randn(exact.shape, generator=generator, dtype=exact.dtype))
+
+    rhs = torch.randn(2, 80, dtype=torch.float64)
+    x, facts = conjugate_gradient(noisy, rhs, spectrum=False)
+    assert not facts["converged"]
+    assert facts["relative_residual_max"] == pytest.approx(float(relative(matrix, x, rhs).max()), rel=0.3)
+
+
+@pytest.mark.parametrize("spectrum", [True, False])
+def test_negative_curvature_is_named_with_the_damping_that_would_do(spectrum: bool) -> None:
+    matrix = symmetric(torch.cat([torch.tensor([-0.5]), torch.logspace(-2, 1, 49)]))
+    rhs = torch.randn(4, 50, dtype=torch.float64)
+    with pytest.raises(InfluenceError, match=r"not positive definite: its lowest eigenvalue is -0\.5, to within") as caught:
+        conjugate_gradient(lambda v: v @ matrix, rhs, spectrum=spectrum)
+    assert caught.value.next_step is not None
+    assert "curvature: gauss_newton" in caught.value.next_step
+    more = float(caught.value.next_step.split()[4])
+    assert 0.5 < more < 1
+    _, facts = conjugate_gradient(lambda v: v @ matrix + more * v, rhs, spectrum=spectrum)
+    assert facts["converged"]
+
+
+def test_what_is_not_finite_is_refused() -> None:
+    matrix = symmetric(torch.ones(5))
+    rhs = torch.randn(3, 5, dtype=torch.float64)
+    rhs[1, 2] = float("nan")
+    with pytest.raises(InfluenceError, match="1 of 3 right-hand sides are not finite, the first of them number 1"):
+        conjugate_gradient(lambda v: v @ matrix, rhs)
+    for spectrum in (True, False):
+        with pytest.raises(InfluenceError, match="products with the curvature are not finite"):
+            conjugate_gradient(lambda v: v * float("inf"), rhs[:1], spectrum=spectrum)
+
+
+def test_the_extreme_eigenvalues_are_reported() -> None:
+    matrix = symmetric(torch.linspace(1, 30, 30))
+    _, facts = conjugate_gradient(lambda v: v @ matrix, torch.ones(1, 30))
+    assert facts["ritz_min"] == pytest.approx(1)
+    assert facts["ritz_max"] == pytest.approx(30)
+
+
+def test_digits_with_little_damping_converge_in_tens_of_iterations() -> None:
+    """The Gauss-Newton system of a softmax regression, at a damping of 1e-4 of the mean eigenvalue: against a dense solve."""
+    inputs, labels, queries, answers = digits()
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 10).double()
+    training, asked = examples(model, cross_entropy, inputs, labels), examples(model, cross_entropy, queries[:40], answers[:40])
+    products = curvature_products(training)
+    damping = 1e-4 * products.mean_eigenvalue()[0]
+    size = training.flat.size
+    rhs = asked.materialise()
+    preconditioner = nystroem(products.apply, size, damping, rank=200)
+    x, facts = conjugate_gradient(products.damped(damping), rhs, tolerance=1e-9, preconditioner=preconditioner)
+    assert facts["converged"]
+    assert facts["iterations"] <= 40
+    matrix = products.apply(torch.eye(size, dtype=torch.float64)) + damping * torch.eye(size, dtype=torch.float64)
+    expected = solved(matrix, rhs)
+    assert float(torch.linalg.vector_norm(x - expected) / torch.linalg.vector_norm(expected)) < 1e-6

@@ -1,0 +1,66 @@
+"""LiSSA solves the damped system that it is given, and says so when it does not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from psgrad.engine.influence.solvers.lissa import lissa
+from psgrad.errors import InfluenceError
+from tests.engine.influence.test_conjugate_gradient import relative, solved, symmetric
+
+SPECTRUM = torch.logspace(-1, 1, 40, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("damping", [0.05, 1.0, 30.0])
+def test_the_solution_is_the_dense_one_of_the_true_damping(damping: float) -> None:
+    matrix = symmetric(SPECTRUM) + damping * torch.eye(40, dtype=torch.float64)
+    rhs = torch.randn(5, 40, dtype=torch.float64)
+    rhs[2] = 0
+    x, facts = lissa(lambda v: v @ matrix, rhs, tolerance=1e-9)
+    assert facts["converged"]
+    torch.testing.assert_close(x, solved(matrix, rhs), rtol=1e-6, atol=1e-7)
+    assert 10 + damping < facts["scale"] < 1.2 * (10 + damping)
+    rest = torch.tensor([0, 1, 3, 4])
+    assert facts["relative_residual_max"] == pytest.approx(float(relative(matrix, x[rest], rhs[rest]).max()), rel=1e-3)
+
+
+def test_it_is_the_recursion_of_koh_and_liang() -> None:
+    """x <- b + (1 - d) x - H x / s, which after as many steps gives s times our x, for lam = s d."""
+    matrix, rhs = symmetric(SPECTRUM), torch.randn(2, 40, dtype=torch.float64)
+    scale, share = 25.0, 0.04
+    theirs = rhs.clone()
+    for _ in range(29):
+        theirs = rhs + (1 - share) * theirs - theirs @ matrix / scale
+    ours, facts = lissa(lambda v: v @ matrix + scale * share * v, rhs, iterations=30, scale=scale)
+    assert facts["iterations"] == 30
+    torch.testing.assert_close(ours, theirs / scale, rtol=1e-12, atol=1e-13)
+
+
+def test_a_scale_that_is_too_small_diverges_loudly() -> None:
+    matrix, rhs = symmetric(SPECTRUM), torch.randn(1, 40, dtype=torch.float64)
+    with pytest.raises(InfluenceError, match=r"LiSSA diverges: after \d+ iterations the relative residual is") as caught:
+        lissa(lambda v: v @ matrix, rhs, scale=4.0)
+    assert caught.value.expected == "a scale above half the largest eigenvalue, which is about 10; it is 4"
+    _, facts = lissa(lambda v: v @ matrix, rhs, scale=5.5)
+    assert facts["converged"]
+
+
+def test_too_few_terms_are_told() -> None:
+    matrix, rhs = symmetric(SPECTRUM), torch.randn(3, 40, dtype=torch.float64)
+    heard: list[str] = []
+    x, facts = lissa(lambda v: v @ matrix, rhs, iterations=12, say=heard.append)
+    assert not facts["converged"]
+    assert facts["unconverged"] == 3
+    worst = float(relative(matrix, x, rhs).max())
+    assert facts["relative_residual_max"] == pytest.approx(worst)
+    assert heard == [
+        "LiSSA did not converge: after 12 iterations the relative residual of 3 of 3 right-hand sides is above 1e-06, of the worst "
+        f"{worst:.2g}; solver: conjugate_gradient takes far fewer products"
+    ]
+
+
+def test_negative_curvature_is_refused() -> None:
+    matrix = symmetric(torch.cat([torch.tensor([-0.5]), SPECTRUM[1:]]))
+    with pytest.raises(InfluenceError, match="not positive definite"):
+        lissa(lambda v: v @ matrix, torch.randn(1, 40, dtype=torch.float64))

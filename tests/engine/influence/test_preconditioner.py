@@ -1,0 +1,88 @@
+"""Preconditioners are the roots they say they are, and make iterations few where they resemble the matrix."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from psgrad.engine.influence.solvers.conjugate_gradient import conjugate_gradient
+from psgrad.engine.influence.solvers.preconditioner import Diagonal, Preconditioner, nystroem
+from tests.engine.influence.test_conjugate_gradient import solved, symmetric
+
+SIZE = 60
+SPECTRUM = torch.logspace(-5, 2, SIZE, dtype=torch.float64)
+DAMPING = 1e-3
+
+
+def test_the_roots_of_a_diagonal_are_elementwise() -> None:
+    entries = torch.rand(SIZE, dtype=torch.float64) + 0.1
+    block = torch.randn(3, SIZE, dtype=torch.float64)
+    torch.testing.assert_close(Diagonal(entries).root(block, -0.5), block / entries.sqrt())
+    torch.testing.assert_close(Diagonal(entries).root(block, 0.5), block * entries.sqrt())
+
+
+@pytest.mark.parametrize("rank", [1, 10, SIZE, SIZE + 7])
+def test_roots_undo_each_other_and_are_symmetric(rank: int) -> None:
+    matrix = symmetric(SPECTRUM)
+    found = nystroem(lambda v: v @ matrix, SIZE, DAMPING, rank=rank)
+    eye = torch.eye(SIZE, dtype=torch.float64)
+    root, inverse = found.root(eye, 0.5), found.root(eye, -0.5)
+    torch.testing.assert_close(root @ inverse, eye, rtol=0, atol=1e-9)
+    torch.testing.assert_close(root, root.t())
+
+
+def test_of_full_rank_it_is_the_damped_matrix_but_for_a_factor() -> None:
+    matrix = symmetric(SPECTRUM)
+    found = nystroem(lambda v: v @ matrix, SIZE, DAMPING, rank=SIZE)
+    eye = torch.eye(SIZE, dtype=torch.float64)
+    root = found.root(eye, 0.5)
+    damped = matrix + DAMPING * eye
+    torch.testing.assert_close(root @ root * (damped.trace() / (root @ root).trace()), damped, rtol=1e-6, atol=1e-6)
+
+
+def test_with_as_many_vectors_as_leading_eigenvalues_the_rest_is_well_conditioned() -> None:
+    """100 large eigenvalues over a floor: hundreds of iterations without, some with."""
+    matrix = symmetric(torch.cat([torch.logspace(0, 4, 100), torch.full((300,), 1e-2)]))
+    rhs = torch.randn(1, 400, dtype=torch.float64)
+
+    def iterations(preconditioner: Preconditioner | None) -> int:
+        x, facts = conjugate_gradient(lambda v: v @ matrix + DAMPING * v, rhs, preconditioner=preconditioner, iterations=1000)
+        assert facts["converged"]
+        expected = solved(matrix + DAMPING * torch.eye(400, dtype=torch.float64), rhs)
+        torch.testing.assert_close(x, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+        return int(facts["iterations"])
+
+    alone = iterations(None)
+    helped = iterations(nystroem(lambda v: v @ matrix, 400, DAMPING, rank=120))
+    assert alone > 100
+    assert helped <= 20
+
+
+def test_rows_of_unlike_lengths_are_evened_out_by_the_diagonal() -> None:
+    scale = torch.logspace(-3, 3, SIZE, dtype=torch.float64)
+    matrix = scale[:, None] * (torch.eye(SIZE, dtype=torch.float64) + 0.01) * scale
+    rhs = torch.randn(2, SIZE, dtype=torch.float64) * scale
+
+    def iterations(preconditioner: Preconditioner | None) -> int:
+        _, facts = conjugate_gradient(lambda v: v @ matrix, rhs, preconditioner=preconditioner, iterations=500)
+        return int(facts["iterations"])
+
+    assert iterations(Diagonal(matrix.diagonal())) <= 4 < iterations(None)
+
+
+def test_a_matrix_with_negative_eigenvalues_has_one_nevertheless() -> None:
+    """The solver is to tell of them, not a factorisation."""
+    matrix = symmetric(torch.cat([torch.tensor([-1.0, -0.5]), SPECTRUM[2:]]))
+    found = nystroem(lambda v: v @ matrix, SIZE, 2.0, rank=SIZE)
+    assert bool(torch.isfinite(found.root(torch.eye(SIZE, dtype=torch.float64), -0.5)).all())
+    rhs = torch.randn(2, SIZE, dtype=torch.float64)
+    x, facts = conjugate_gradient(lambda v: v @ matrix + 2 * v, rhs, preconditioner=found)
+    assert facts["converged"]
+    torch.testing.assert_close(x, solved(matrix + 2 * torch.eye(SIZE, dtype=torch.float64), rhs), rtol=1e-4, atol=1e-5)
+
+
+def test_the_same_seed_gives_the_same_preconditioner() -> None:
+    matrix = symmetric(SPECTRUM)
+    one, same, other = (nystroem(lambda v: v @ matrix, SIZE, DAMPING, rank=5, seed=seed) for seed in (3, 3, 4))
+    assert torch.equal(one.values, same.values)
+    assert not torch.equal(one.values, other.values)

@@ -1,0 +1,177 @@
+"""Products with the training set's curvature are those of the matrix that PyTorch makes, whichever way, chunk and type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from psgrad.engine.influence.curvature import products as choosing
+from psgrad.engine.influence.curvature import row_products
+from psgrad.engine.influence.curvature.pass_products import PassProducts
+from psgrad.engine.influence.curvature.products import Curvature, CurvatureProducts, curvature_products
+from psgrad.engine.influence.curvature.row_products import RowProducts
+from psgrad.engine.influence.examples import Examples
+from tests.engine.influence.problems import cross_entropy, examples, squared_error
+
+N, CLASSES, DECAY = 19, 4, 0.3
+
+
+def image_model() -> nn.Module:
+    """All that rows may look like: convolutions, products of one position, a bias, a weight that rows share no factor of."""
+    return nn.Sequential(
+        nn.Conv2d(1, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, CLASSES)
+    ).double()
+
+
+class Sequences(nn.Module):
+    """Four positions a sample; one weight is stored transposed, and is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 3)
+        self.mix = nn.Parameter(torch.randn(3, 3) / 2)
+        self.out = nn.Linear(3, CLASSES)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.embedding(tokens) @ self.mix)
+        return self.out(torch.tanh(hidden @ self.mix).mean(1))
+
+
+def problem(kind: str, **options: Any) -> tuple[nn.Module, Examples, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    if kind == "images":
+        model, inputs = image_model(), torch.randn(N, 1, 4, 4, dtype=torch.float64)
+    else:
+        model, inputs = Sequences().double(), torch.randint(7, (N, 4))
+    target = torch.randint(CLASSES, (N,))
+    return model, examples(model, cross_entropy, inputs, target, **options), inputs, target
+
+
+def dense(model: nn.Module, inputs: torch.Tensor, target: torch.Tensor, curvature: Curvature) -> torch.Tensor:
+    """[p, p] by torch.func and torch.autograd, with the weight decay."""
+    params = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    flat = torch.cat([value.reshape(-1) for value in params.values()])
+
+    def outputs(flat: torch.Tensor) -> torch.Tensor:
+        parts = flat.split([value.numel() for value in params.values()])
+        named = {name: part.reshape(value.shape) for part, (name, value) in zip(parts, params.items(), strict=True)}
+        return torch.func.functional_call(model, named, (inputs,))
+
+    def losses(flat: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(outputs(flat), target, reduction="none")
+
+    if curvature == "hessian":
+        # not torch.func.hessian, which is wrong for a layer norm (PyTorch 2.13), as finite differences show
+        matrix = torch.autograd.functional.hessian(lambda flat: losses(flat).mean(), flat)
+    elif curvature == "fisher":
+        rows = torch.func.jacrev(losses)(flat)
+        matrix = rows.t() @ rows / N
+    else:
+        jacobian, probability = torch.func.jacrev(outputs)(flat), outputs(flat).softmax(1)
+        second = torch.diag_embed(probability) - probability[:, :, None] * probability[:, None, :]
+        matrix = torch.einsum("ncp,ncd,ndq->pq", jacobian, second, jacobian) / N
+    return matrix.detach() + DECAY * torch.eye(len(flat), dtype=flat.dtype)
+
+
+def by_rows(training: Examples, curvature: Curvature) -> CurvatureProducts:
+    found = RowProducts.of(training, curvature, DECAY)
+    assert found is not None
+    return found
+
+
+def by_passes(training: Examples, curvature: Curvature) -> CurvatureProducts:
+    return PassProducts(training, curvature, DECAY)
+
+
+WAYS = [
+    (by_rows, "gauss_newton"),
+    (by_rows, "fisher"),
+    (by_passes, "gauss_newton"),
+    (by_passes, "fisher"),
+    (by_passes, "hessian"),
+]
+
+
+@pytest.mark.parametrize("kind", ["images", "sequences"])
+@pytest.mark.parametrize(("way", "curvature"), WAYS)
+def test_products_are_those_of_the_dense_matrix(way: Callable[..., CurvatureProducts], curvature: Curvature, kind: str) -> None:
+    model, training, inputs, target = problem(kind)
+    matrix = dense(model, inputs, target, curvature)
+    found = way(training, curvature)
+    block = torch.randn(35, training.flat.size, dtype=torch.float64)  # more than one pass takes
+    torch.testing.assert_close(found.apply(block), block @ matrix, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(found.damped(0.7)(block), block @ matrix + 0.7 * block, rtol=1e-10, atol=1e-10)
+    diagonal = found.diagonal()
+    if diagonal is not None:
+        torch.testing.assert_close(diagonal, matrix.diagonal(), rtol=1e-10, atol=1e-12)
+    mean, error = found.mean_eigenvalue()
+    exact = float(matrix.diagonal().mean()) - DECAY
+    if curvature == "hessian":
+        assert error > 0
+        assert abs(mean - exact) < 4 * error
+    else:
+        assert error == 0
+        assert mean == pytest.approx(exact, rel=1e-10)
+
+
+@settings(max_examples=10)
+@given(chunk=st.integers(1, N), vectors=st.sampled_from([1, 5, 33]), way=st.sampled_from(WAYS))
+def test_neither_the_chunks_nor_the_number_of_vectors_changes_a_product(
+    chunk: int, vectors: int, way: tuple[Callable[..., CurvatureProducts], Curvature]
+) -> None:
+    make, curvature = way
+    whole, parts = (make(problem("images", chunk_size=size)[1], curvature) for size in (N, chunk))
+    block = torch.randn(vectors, whole.flat.size, dtype=torch.float64)
+    expected = torch.cat([whole.apply(part) for part in block.split(3)])
+    torch.testing.assert_close(parts.apply(block), expected, rtol=1e-10, atol=1e-11)
+
+
+def test_a_model_in_float32_is_multiplied_in_float64() -> None:
+    """Rows are rounded once; the products with them are of a symmetric matrix to the last digit but one of float64."""
+    model = image_model().float()
+    training = examples(model, cross_entropy, torch.randn(N, 1, 4, 4), torch.randint(CLASSES, (N,)))
+    found = by_rows(training, "gauss_newton")
+    matrix = found.apply(torch.eye(training.flat.size, dtype=torch.float64))
+    assert matrix.dtype == torch.float64
+    torch.testing.assert_close(matrix, matrix.t(), rtol=1e-13, atol=1e-14)
+    again = by_passes(training, "gauss_newton").apply(torch.eye(training.flat.size, dtype=torch.float64))
+    torch.testing.assert_close(again, matrix, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_that_share_a_factor_keep_it_once() -> None:
+    _, training, _, _ = problem("images")
+    found = by_rows(training, "gauss_newton")
+    assert isinstance(found, RowProducts)
+    forms = {name: part.form for name, part in found.chunks[0].items()}
+    assert {name for name, form in forms.items() if form != "written"} == {"3.weight", "6.weight"}
+
+
+def test_what_does_not_fit_in_memory_is_multiplied_by_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, training, inputs, target = problem("images")
+    assert isinstance(curvature_products(training), RowProducts)
+    assert isinstance(curvature_products(training, "hessian"), PassProducts)
+    monkeypatch.setattr(row_products, "free_memory", lambda device: 3 * CLASSES * training.flat.size * 8)  # of one sample, written out
+    found = curvature_products(problem("images")[1], weight_decay=DECAY)
+    assert isinstance(found, PassProducts)
+    block = torch.randn(2, training.flat.size, dtype=torch.float64)
+    torch.testing.assert_close(found.apply(block), block @ dense(model, inputs, target, "gauss_newton"), rtol=1e-10, atol=1e-10)
+
+
+def test_outputs_too_large_for_rows_have_an_estimated_trace() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 200).double()
+    training = examples(model, squared_error, torch.randn(9, 2, dtype=torch.float64), torch.randn(9, 200, dtype=torch.float64))
+    found = choosing.curvature_products(training)
+    assert isinstance(found, PassProducts)
+    mean, error = found.mean_eigenvalue()
+    inputs = torch.cat([torch.as_tensor(training.read(0, 9).inputs[0]), torch.ones(9, 1)], 1)
+    exact = float(inputs.square().sum()) / 9 * 200 / training.flat.size
+    assert 0 < error < 0.1 * exact
+    assert abs(mean - exact) < 4 * error

@@ -1,0 +1,74 @@
+"""Traces and extreme eigenvalues from products with a matrix whose spectrum is known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from psgrad.engine.influence.curvature.spectrum import extremes, hutchinson_trace, lanczos, random_block
+from psgrad.errors import InfluenceError
+from tests.engine.influence.test_conjugate_gradient import symmetric
+
+
+def start(size: int, seed: int = 0) -> torch.Tensor:
+    return random_block(1, size, seed)[0]
+
+
+def test_the_whole_krylov_space_has_the_whole_spectrum() -> None:
+    spectrum = torch.logspace(-2, 2, 100, dtype=torch.float64)
+    matrix = symmetric(spectrum)
+    found = lanczos(lambda v: v @ matrix, start(100), 100)
+    assert found.iterations == 100
+    torch.testing.assert_close(found.values, spectrum, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(found.vectors @ found.vectors.t(), torch.eye(100, dtype=torch.float64), rtol=0, atol=1e-11)
+    assert float((found.vectors @ matrix - found.values[:, None] * found.vectors).abs().max()) < 1e-10
+
+
+@pytest.mark.parametrize("iterations", [1, 5, 20, 60])
+def test_an_eigenvalue_lies_within_the_bound_of_each_ritz_value(iterations: int) -> None:
+    spectrum = np.concatenate([[-3.0, -0.1], np.logspace(-2, 2, 98)])
+    matrix = symmetric(torch.tensor(spectrum))
+    found = lanczos(lambda v: v @ matrix, start(100), iterations)
+    assert found.iterations == iterations
+    residuals = torch.linalg.vector_norm(found.vectors @ matrix - found.values[:, None] * found.vectors, dim=1)
+    torch.testing.assert_close(found.bounds, residuals, rtol=1e-6, atol=1e-9)
+    for value, bound in zip(found.values.numpy(), found.bounds.numpy(), strict=True):
+        assert np.abs(spectrum - value).min() <= bound + 1e-9
+
+
+def test_the_extremes_are_found_long_before_the_rest() -> None:
+    matrix = symmetric(torch.cat([torch.tensor([-50.0]), torch.logspace(-2, 2, 199)]))
+    ends = extremes(lambda v: v @ matrix, start(200))
+    assert ends.values.tolist() == pytest.approx([-50, 100], rel=1e-6)
+    assert float(ends.bounds.max()) < 0.1
+
+
+def test_a_krylov_space_that_ends_early_is_told() -> None:
+    """Three eigenvalues: three steps, and no residual."""
+    matrix = symmetric(torch.tensor([1.0, 4.0, 9.0]).repeat_interleave(10))
+    found = lanczos(lambda v: v @ matrix, start(30), 20)
+    assert found.iterations in (3, 4)  # rounding may ask for one more
+    assert found.values[[0, -1]].tolist() == pytest.approx([1, 9])
+    assert float(found.bounds.max()) < 1e-6
+
+
+def test_what_is_not_finite_is_refused() -> None:
+    with pytest.raises(InfluenceError, match="products with the curvature are not finite"):
+        lanczos(lambda v: v * float("nan"), start(4), 3)
+
+
+def test_an_estimated_trace_is_unbiased_and_its_error_is_what_it_says() -> None:
+    matrix = symmetric(torch.logspace(-2, 2, 60))
+    exact = float(matrix.trace())
+    found = [hutchinson_trace(lambda v: v @ matrix, 60, probes=16, seed=seed) for seed in range(200)]
+    scores = np.array([(value - exact) / error for value, error in found])
+    spread = np.std([value for value, _ in found])
+    assert abs(np.mean([value for value, _ in found]) - exact) < 4 * spread / np.sqrt(len(found))
+    assert np.mean([error for _, error in found]) == pytest.approx(spread, rel=0.2)
+    assert np.mean(np.abs(scores) < 2) > 0.85
+
+
+def test_the_trace_of_a_diagonal_matrix_needs_no_luck() -> None:
+    value, error = hutchinson_trace(lambda v: v * torch.arange(1.0, 6.0), 5, probes=3)
+    assert (value, error) == (15, 0)
