@@ -2,7 +2,7 @@
 
 Without example i the Gauss-Newton matrix H loses J_i' L_i J_i. One Newton step on what is left leads to
 H_-i^-1 g_i = H^-1 J_i' (I - L_i M_i)^-1 r_i, with M_i = J_i H^-1 J_i' and g_i = J_i' r_i. So a score is corrected by another gradient of
-the example: that of its output times (I - L_i M_i)^-1 r_i. Where the model is linear and the loss quadratic (ridge regression), it is exact.
+the example: that of its output times (I - L_i M_i)^-1 r_i. Where the model is linear and the loss quadratic (ridge regression) it is exact.
 
 With L_i = S_i S_i' that vector is r_i + S_i w_i, w_i = (I - S_i' M_i S_i)^-1 S_i' M_i r_i, which takes a symmetric matrix.
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from psgrad.engine.gradients import PerSampleGradients
+from psgrad.engine.influence.curvature.outer_products import own_products, sum_over_rows
+from psgrad.engine.influence.curvature.rows import OutputRows
 from psgrad.engine.influence.examples import Examples
 from psgrad.engine.influence.flat import Flat, Vectors
 from psgrad.engine.transforms import grad, linearize, vmap
 
-# Columns of a product of a matrix with itself that are computed at once: only what lies on or below the diagonal is.
-_PANEL = 512
 # Numbers that a block of Hessian columns may take on the way, at a guess: as many a sample as the model has parameters.
 _BLOCK = 1 << 25
 
@@ -23,18 +23,10 @@ def sum_of_outer_products(rows: Examples) -> torch.Tensor:
 
     Of a training set it is the empirical Fisher; of `gauss_newton_rows` the Gauss-Newton matrix. Products and sums are float64.
     """
-
-    def below_the_diagonal(gradients: PerSampleGradients) -> list[torch.Tensor]:
-        written = rows.flat.join(gradients.materialise()).double()
-        return [written[:, start : start + _PANEL].t() @ written[:, start:] for start in range(0, rows.flat.size, _PANEL)]
-
-    panels = rows.fold(below_the_diagonal)
-    whole = torch.zeros(rows.flat.size, rows.flat.size, dtype=torch.float64, device=rows.device)
-    for number, panel in enumerate(panels):
-        start = number * _PANEL
-        whole[start:, start : start + _PANEL] = panel.t()
-        whole[start : start + _PANEL, start:] = panel
-    return whole
+    flat = rows.flat
+    if isinstance(rows, OutputRows):
+        return replace(rows, settle=False).fold(lambda gradients: sum_over_rows(gradients, flat, rows.per_sample))
+    return rows.fold(lambda gradients: own_products(flat.join(gradients.materialise()).double()))
 
 
 def loss_hessian(training: Examples) -> torch.Tensor:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 
+from psgrad.engine.influence.curvature.spectrum import extremes, random_block
 from psgrad.errors import InfluenceError
 
 # Up to here all eigenvalues are computed, above it the two at the ends.
@@ -65,26 +64,14 @@ def _rounding(size: int) -> float:
 
 
 def _ends(matrix: torch.Tensor, lower: torch.Tensor, shift: float) -> tuple[float, float]:
-    """(smallest, largest) eigenvalue of a matrix whose Cholesky factor with the shift is at hand."""
-    size = len(matrix)
-    if size <= _ALL_EIGENVALUES:
+    """(smallest, largest) eigenvalue of a matrix whose Cholesky factor with the shift is at hand; by Lanczos where there are many."""
+    if len(matrix) <= _ALL_EIGENVALUES:
         values = torch.linalg.eigvalsh(matrix)
         return float(values[0]), float(values[-1])
-    from scipy.sparse.linalg import LinearOperator, eigsh
-
-    def operator(apply: Any) -> Any:
-        def of_numpy(vector: Any) -> Any:
-            return (
-                apply(torch.from_numpy(np.asarray(vector, dtype=np.float64)).to(matrix.device).reshape(size, 1)).reshape(size).cpu().numpy()
-            )
-
-        return LinearOperator((size, size), matvec=of_numpy, dtype=np.float64)
-
-    start = np.random.default_rng(0).standard_normal(size)
-    options = {"k": 1, "which": "LA", "v0": start, "tol": 1e-6, "return_eigenvectors": False}
-    largest = float(eigsh(operator(lambda v: matrix @ v), **options)[0])
-    inverse = float(eigsh(operator(lambda v: torch.cholesky_solve(v, lower)), **options)[0])
-    return 1 / inverse - shift, largest
+    start = random_block(1, len(matrix), seed=0, device=matrix.device)[0]
+    largest = extremes(lambda block: block @ matrix, start).values[-1]
+    inverse = extremes(lambda block: torch.cholesky_solve(block.t(), lower).t(), start).values[-1]
+    return 1 / float(inverse) - shift, float(largest)
 
 
 def _no_inverse(title: str, smallest: float, largest: float, shift: float, count: int, size: int) -> InfluenceError:
