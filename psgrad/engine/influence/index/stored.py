@@ -13,6 +13,8 @@ from psgrad.errors import InfluenceError
 
 # Up to this many columns the sums over rows, columns x columns in float64, are kept: 512 MiB.
 WIDEST = 8192
+# Of rows below 2^-1000 the smallest numbers are lost: the inverse of their power would not be a number.
+_LEAST = -1000
 
 
 class StoredRows:
@@ -56,7 +58,7 @@ def encoded(blocks: Sequence[RowBlock], dtype: DType) -> dict[str, np.ndarray]:
     bfloat16 as the uint16 of its bits. exponent: [b] of that power.
     """
     rows = torch.cat([block.rows.double() for block in blocks])
-    exponent = torch.frexp(rows.abs().amax(1)).exponent
+    exponent = torch.frexp(rows.abs().amax(1)).exponent.clamp(min=_LEAST)
     kept = torch.ldexp(rows, -exponent.unsqueeze(1)).to(getattr(torch, dtype))
     arrays = {
         "rows": (kept.view(torch.int16).numpy().view(np.uint16) if dtype == "bfloat16" else kept.numpy()),
@@ -71,7 +73,7 @@ def encoded(blocks: Sequence[RowBlock], dtype: DType) -> dict[str, np.ndarray]:
 def decoded(arrays: dict[str, np.ndarray], start: int, dtype: DType) -> RowBlock:
     """A block of a shard's rows, in float64."""
     rows = torch.from_numpy(arrays["rows"].view(np.int16)).view(torch.bfloat16) if dtype == "bfloat16" else torch.from_numpy(arrays["rows"])
-    exponent = torch.from_numpy(arrays["exponent"]).unsqueeze(1)
+    scale = torch.from_numpy(np.ldexp(1.0, arrays["exponent"])).unsqueeze(1)
     weight = torch.from_numpy(arrays["weight"]) if "weight" in arrays else None
     loss, square_norm = torch.from_numpy(arrays["loss"]), torch.from_numpy(arrays["square_norm"])
-    return RowBlock(start, start + len(rows), torch.ldexp(rows.double(), exponent), loss, square_norm, weight)
+    return RowBlock(start, start + len(rows), rows * scale, loss, square_norm, weight)
