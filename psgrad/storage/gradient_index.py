@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Self
@@ -92,7 +92,7 @@ class GradientIndex:
         if not (path / DESCRIPTION).exists():
             return cls.create(path, description)
         index = cls._read(path)
-        index.require(_plain(description))
+        index.require(description)
         return index
 
     @classmethod
@@ -133,7 +133,7 @@ class GradientIndex:
 
     def require(self, expected: Mapping[str, Any]) -> None:
         """Raises OutputError, naming what differs, unless the description has all these values; it may have more."""
-        different = list(_differences(expected, self.description, ""))
+        different = list(_differences(_plain(expected), self.description, ""))
         if different:
             more = f", and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
             names = ", ".join(name for name, _, _ in different[:_SHOWN])
@@ -194,11 +194,11 @@ class GradientIndex:
         with self._opened(path) as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (a handle, no dict)
 
-    def blocks(self, checkpoint: int, most: int) -> Iterator[tuple[int, Arrays]]:
-        """All shards of a checkpoint, `most` rows at a time: (first row, arrays), read through a memory map."""
+    def blocks(self, checkpoint: int, most: int, names: Sequence[str] | None = None) -> Iterator[tuple[int, Arrays]]:
+        """All shards of a checkpoint, `most` rows at a time: (first row, arrays), read through a memory map; of some names only."""
         for shard, rows in enumerate(self.shards):
             with self._opened(self.file(checkpoint, shard)) as file:
-                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+                slices = {name: file.get_slice(name) for name in file.keys() if names is None or name in names}  # noqa: SIM118
                 for start in range(0, len(rows), most):
                     yield rows.start + start, {name: some[start : min(start + most, len(rows))] for name, some in slices.items()}
 

@@ -112,6 +112,7 @@ def test_blocks_come_in_order_whatever_their_size(tmp_path: Path, most: int) -> 
     np.testing.assert_array_equal(np.concatenate(found), arrays(1, range(5))["rows"])
     assert list(starts) == [start for rows in index.shards for start in range(rows.start, rows.stop, most)]
     assert max(map(len, found)) <= most
+    assert {name for _, block in index.blocks(1, most, ["loss"]) for name in block} == {"loss"}
 
 
 def test_types_are_kept(tmp_path: Path) -> None:
@@ -160,7 +161,7 @@ def test_another_run_s_index_is_refused(tmp_path: Path, changed: dict[str, Any],
     with pytest.raises(OutputError, match="is of something else"):
         GradientIndex.resume(tmp_path, {**DESCRIPTION, **changed})
     index.require({"fingerprint": {"data": "d" * 64}})
-    index.require(DESCRIPTION)
+    index.require(DESCRIPTION | {"fingerprint": {"checkpoints": ("a" * 64, "b" * 64)}})  # JSON has no tuples
 
 
 def test_what_differs_is_shown_beside_what_was_found(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from psgrad.engine.influence.index.build import build_index
 from psgrad.engine.influence.index.opened import from_index
 from psgrad.engine.influence.index.rows import RowBlock
 from psgrad.engine.influence.index.spec import IndexSpec, describe
-from psgrad.engine.influence.index.stored import decoded, encoded
+from psgrad.engine.influence.index.stored import StoredRows, decoded, encoded
 from psgrad.engine.influence.method import Checkpoint, Method
 from psgrad.engine.influence.methods.gradient_cosine import GradientCosine
 from psgrad.engine.influence.methods.gradient_dot import GradientDot
@@ -91,10 +91,13 @@ def test_a_projected_index_answers_as_the_method_does(tmp_path: Path, method: An
 
 
 def test_self_influences_are_of_whole_gradients(tmp_path: Path) -> None:
-    training, _ = both(network())
+    training, _ = both(network(), chunk_size=N)
     store = built(tmp_path, IndexSpec(dimension=4, features="margin"), training)
     (block,) = from_index(GradientDot(), store).fit(training, Checkpoint()).self_influence()
     torch.testing.assert_close(block.self_influence, training.materialise().square().sum(1), rtol=1e-10, atol=0)
+    (_, norms), *_ = training.norms()
+    for kept, expected in zip(StoredRows(store, 0).losses_and_square_norms(), (norms["loss"], norms["square_norm"]), strict=True):
+        torch.testing.assert_close(kept, expected, rtol=1e-10, atol=1e-14)
     with pytest.raises(InfluenceError, match="the cosine of every gradient with itself is 1"):
         list(from_index(GradientCosine(), store).fit(training, Checkpoint()).self_influence())
 
@@ -301,8 +304,8 @@ def test_memory_does_not_grow_with_the_rows(tmp_path: Path) -> None:
     most: list[int] = []
     honest = store.blocks
 
-    def counted(checkpoint: int, many: int) -> Any:
-        for start, arrays in honest(checkpoint, many):
+    def counted(checkpoint: int, many: int, names: Any = None) -> Any:
+        for start, arrays in honest(checkpoint, many, names):
             most.append(len(arrays["rows"]))
             yield start, arrays
 

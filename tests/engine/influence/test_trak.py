@@ -336,6 +336,12 @@ def test_a_singular_moment_is_refused_with_a_damping_that_does(data: Any, method
     assert matrix_of(fitted, queries)[""].isfinite().all()
 
 
+def test_a_negative_damping_is_refused(data: Any) -> None:
+    training, _ = both(network(), data)
+    with pytest.raises(InfluenceError, match=r"damping is -1"):
+        TRAK(damping=-1.0).fit(training, Checkpoint())
+
+
 def test_rows_that_are_not_finite_are_left_out_and_have_no_score(data: Any) -> None:
     x, y, xq, yq = data
     spoilt = x.clone()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from psgrad.engine.influence.damping import Damping
 from psgrad.engine.influence.examples import Examples
 from psgrad.engine.influence.flat import Flat
 from psgrad.engine.influence.index.rows import Of, RowBlock, RowSource
@@ -97,18 +98,18 @@ class RowInfluence(OfRows):
             those of -df, and go with weights -dl/df.
         damping: lam; None for `relative_damping` times the mean eigenvalue of M / n.
 
-    Raises InfluenceError where M / n + lam I has no inverse.
+    Raises InfluenceError where M / n + lam I has no inverse, or lam is negative.
     """
 
     def __init__(self, source: RowSource, of: Of, damping: float | None, relative_damping: float) -> None:
         super().__init__(source)
         self.of = of
         moment = source.moment(of)
-        self._moment, k, n = moment, len(moment), len(source)
+        k, n = len(moment), len(source)
         mean = float(moment.diagonal().sum()) / (n * k)
-        self._damping = relative_damping * mean if damping is None else damping
-        self.facts |= {"damping": self._damping, "mean_eigenvalue": mean}
-        self._root = factor_of(moment + torch.eye(k, dtype=torch.float64) * (self._damping * n), self._damping, mean, n)
+        lam = Damping(damping, relative_damping).resolve(mean)
+        self.facts |= {"damping": lam, "mean_eigenvalue": mean}
+        self._root = factor_of(moment + torch.eye(k, dtype=torch.float64) * (lam * n), lam, mean, n)
 
     def with_damping(self, *, damping: float | None = None, relative: float | None = None) -> RowInfluence:
         """The same rows with another damping: a factorisation of a k x k matrix. One of the two arguments."""

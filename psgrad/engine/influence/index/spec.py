@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol, get_args
 
@@ -62,7 +62,7 @@ class Store(Protocol):
 
     def read(self, checkpoint: int, shard: int | None) -> dict[str, np.ndarray]: ...
 
-    def blocks(self, checkpoint: int, most: int) -> Iterator[tuple[int, dict[str, np.ndarray]]]: ...
+    def blocks(self, checkpoint: int, most: int, names: Sequence[str] | None = None) -> Iterator[tuple[int, dict[str, np.ndarray]]]: ...
 
 
 def describe(spec: IndexSpec, training: Examples, fingerprint: Mapping[str, Any], checkpoints: int = 1) -> dict[str, Any]:

@@ -33,6 +33,12 @@ class StoredRows:
         for start, arrays in self.store.blocks(self.number, max(1, BLOCK // self.projector.width)):
             yield decoded(arrays, start, self.dtype)
 
+    def losses_and_square_norms(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """[n] float64 both, of whole gradients of the loss, NaN where one is not finite; no row is read for them."""
+        parts = [found for _, found in self.store.blocks(self.number, BLOCK, ("loss", "square_norm"))]
+        loss, square_norm = (torch.from_numpy(np.concatenate([part[name] for part in parts])) for name in ("loss", "square_norm"))
+        return loss, square_norm
+
     def moment(self, of: Of) -> torch.Tensor:
         found = self.store.read(self.number, None).get(of)
         if found is None:
