@@ -70,7 +70,12 @@ def _ends(matrix: torch.Tensor, lower: torch.Tensor, shift: float) -> tuple[floa
         return float(values[0]), float(values[-1])
     start = random_block(1, len(matrix), seed=0, device=matrix.device)[0]
     largest = extremes(lambda block: block @ matrix, start).values[-1]
-    inverse = extremes(lambda block: torch.cholesky_solve(block.t(), lower).t(), start).values[-1]
+
+    def apply(block: torch.Tensor) -> torch.Tensor:  # for one vector ten times as fast as torch.cholesky_solve
+        half = torch.linalg.solve_triangular(lower, block.t(), upper=False)
+        return torch.linalg.solve_triangular(lower.t(), half, upper=True).t()
+
+    inverse = extremes(apply, start).values[-1]
     return 1 / float(inverse) - shift, float(largest)
 
 

@@ -1,0 +1,33 @@
+"""What a fitted method says, as arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from psgrad.engine.influence.examples import Examples
+from psgrad.engine.influence.method import Checkpoint, Fitted, Method
+
+
+def fit(method: Method, training: Examples, said: list[str] | None = None) -> Any:
+    """`said` gathers what a person would hear."""
+    return method.fit(training, Checkpoint(say=(lambda _: None) if said is None else said.append))
+
+
+def scores(fitted: Fitted, queries: Examples) -> np.ndarray:
+    """[n, m]"""
+    return torch.cat([block.scores[""] for block in fitted.scores(queries)]).numpy()
+
+
+def layer_scores(fitted: Fitted, queries: Examples, per: Any) -> dict[str, np.ndarray]:
+    """label -> [n, m]"""
+    blocks = [block.scores for block in fitted.scores(queries, per)]
+    return {label: torch.cat([block[label] for block in blocks]).numpy() for label in blocks[0]}
+
+
+def self_influence(fitted: Fitted) -> tuple[np.ndarray, np.ndarray]:
+    """(self-influence [n], norm of the preconditioned gradient [n])"""
+    blocks = list(fitted.self_influence())
+    return torch.cat([b.self_influence for b in blocks]).numpy(), torch.cat([b.preconditioned_norm for b in blocks]).numpy()

@@ -1,0 +1,118 @@
+"""The dual form is the exact solve at any damping, for any number of parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from psgrad.engine.influence.methods.influence import Influence
+from psgrad.errors import InfluenceError
+from tests.engine.influence.problems import (
+    classified,
+    convolution,
+    cross_entropy,
+    digits,
+    examples,
+    gauss_newton,
+    gradient_rows,
+    mlp,
+    squared_error,
+    trained_digits_mlp,
+)
+from tests.engine.influence.runs import fit, layer_scores, scores, self_influence
+
+
+def huber(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Flat in its second derivatives where an error is large, but not in its first."""
+    return F.huber_loss(output, target, delta=0.5, reduction="sum")
+
+
+VALUES = torch.randn(12, 3, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+PROBLEMS: dict[str, Any] = {
+    "softmax": (mlp(), cross_entropy, *classified(12)),
+    "more rows than parameters": (mlp(0, (3, 3)), cross_entropy, *classified(30, (3,))),
+    "convolution": (convolution(), cross_entropy, *classified(12, (1, 6, 6))),
+    "squares": (mlp(), squared_error, classified(12)[0], VALUES),
+    "gradients outside the span": (mlp(), huber, classified(12)[0], VALUES),
+}
+
+
+def setup(name: str) -> tuple[Any, Any, np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    """Training set, queries, their gradients, and the curvatures."""
+    model, criterion, inputs, target = PROBLEMS[name]
+    rows = gradient_rows(model, criterion, inputs, target)
+    training, queries = examples(model, criterion, inputs, target), examples(model, criterion, inputs[:5] * 0.7, target[:5])
+    query_rows = gradient_rows(model, criterion, inputs[:5] * 0.7, target[:5])
+    return training, queries, rows, query_rows, {"fisher": rows.T @ rows, "gauss_newton": gauss_newton(model, criterion, inputs, target)}
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("curvature", ["gauss_newton", "fisher"])
+def test_it_is_the_dense_solve(name: str, curvature: Any) -> None:
+    training, queries, rows, query_rows, curvatures = setup(name)
+    fitted = fit(Influence(curvature, "dual", damping=1e-3, weight_decay=1e-3), training)
+    matrix = np.linalg.inv(curvatures[curvature] + len(rows) * 2e-3 * np.eye(rows.shape[1]))
+    want = rows @ matrix @ query_rows.T
+    np.testing.assert_allclose(scores(fitted, queries), want, rtol=0, atol=1e-9 * np.abs(want).max())
+    own, norms = self_influence(fitted)
+    np.testing.assert_allclose(own, np.einsum("np,pq,nq->n", rows, matrix, rows), rtol=1e-8)
+    np.testing.assert_allclose(norms, np.linalg.norm(rows @ matrix, axis=1), rtol=1e-8)
+    parts = layer_scores(fitted, queries, "parameter")
+    columns = training.flat.columns
+    for label, part in parts.items():
+        where = columns[label]
+        np.testing.assert_allclose(part, rows[:, where] @ (matrix @ query_rows.T)[where], rtol=0, atol=1e-9 * np.abs(want).max())
+    assert fitted.facts["mean_eigenvalue"] == pytest.approx(np.trace(curvatures[curvature]) / len(rows) / rows.shape[1], rel=1e-10)
+
+
+@pytest.mark.parametrize("curvature", ["gauss_newton", "fisher"])
+def test_a_small_damping_costs_no_digits(curvature: Any) -> None:
+    training, queries, rows, query_rows, curvatures = setup("softmax")
+    relative = 1e-9
+    fitted = fit(Influence(curvature, "dual", relative_damping=relative), training)
+    values, vectors = np.linalg.eigh(curvatures[curvature])
+    # What of the gradients lies outside the curvature's span is rounding, which 1 / damping would blow up.
+    kept = values > 1e-13 * values[-1]
+    shift = relative * values.sum() / rows.shape[1]
+    want = (rows @ vectors[:, kept] / (values[kept] + shift)) @ (query_rows @ vectors[:, kept]).T
+    np.testing.assert_allclose(scores(fitted, queries), want, rtol=0, atol=1e-6 * np.abs(want).max())
+
+
+def test_on_trained_digits_it_is_the_exact_solve() -> None:
+    inputs, labels, test_inputs, test_labels = digits()
+    model = trained_digits_mlp()
+    training = examples(model, cross_entropy, inputs[:150], labels[:150])
+    queries = examples(model, cross_entropy, test_inputs[:30], test_labels[:30])
+    for curvature in ("gauss_newton", "fisher"):
+        for relative in (0.1, 1e-4):
+            exact = scores(fit(Influence(curvature, "exact", relative_damping=relative), training), queries)
+            dual = scores(fit(Influence(curvature, "dual", relative_damping=relative), training), queries)
+            np.testing.assert_allclose(dual, exact, rtol=0, atol=1e-6 * np.abs(exact).max())
+
+
+def test_rows_are_held_against_one_another_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    training, queries, *_ = setup("softmax")
+    want = scores(fit(Influence(solver="dual"), training), queries)
+    monkeypatch.setattr("psgrad.engine.influence.solvers.dual._SLAB_BYTES", 8 * 53 * 3 * 5)  # five samples
+    np.testing.assert_allclose(scores(fit(Influence(solver="dual"), training), queries), want, rtol=0, atol=1e-12 * np.abs(want).max())
+
+
+def test_another_damping_shares_the_kernel() -> None:
+    training, queries, *_ = setup("softmax")
+    first = fit(Influence(solver="dual", damping=0.1), training)
+    second = first.with_damping(damping=0.9)
+    assert second.matrix is first.matrix
+    np.testing.assert_array_equal(scores(second, queries), scores(fit(Influence(solver="dual", damping=0.9), training), queries))
+    np.testing.assert_array_equal(scores(first, queries), scores(fit(Influence(solver="dual", damping=0.1), training), queries))
+
+
+def test_without_damping_it_says_which_would_do() -> None:
+    training, queries, *_ = setup("softmax")
+    with pytest.raises(InfluenceError, match="the Gauss-Newton matrix is singular: it is made of 36 rows") as error:
+        fit(Influence(solver="dual", damping=0.0), training)
+    enough = float(str(error.value).split("set damping: ")[1].split(",")[0])
+    assert np.isfinite(scores(fit(Influence(solver="dual", damping=enough), training), queries)).all()

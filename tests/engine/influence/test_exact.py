@@ -1,0 +1,210 @@
+"""Influence by the curvature written out: held against dense algebra in numpy, and loud where there is no inverse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from psgrad.engine.influence.damping import Damping
+from psgrad.engine.influence.methods.influence import Influence
+from psgrad.engine.influence.solvers.exact import Inverse
+from psgrad.errors import InfluenceError
+from tests.engine.influence import problems
+from tests.engine.influence.problems import classified, cross_entropy, examples, gauss_newton, gradient_rows, mlp
+from tests.engine.influence.runs import fit, layer_scores, scores, self_influence
+
+INPUTS, LABELS = classified(40)
+QUERIES, QUERY_LABELS = classified(7, seed=5)
+MODEL = mlp()
+ROWS, QUERY_ROWS = gradient_rows(MODEL, cross_entropy, INPUTS, LABELS), gradient_rows(MODEL, cross_entropy, QUERIES, QUERY_LABELS)
+CURVATURES: dict[str, np.ndarray] = {
+    "gauss_newton": gauss_newton(MODEL, cross_entropy, INPUTS, LABELS),
+    "fisher": ROWS.T @ ROWS,
+    "hessian": problems.loss_hessian(MODEL, cross_entropy, INPUTS, LABELS),
+}
+
+
+def training(**options: Any) -> Any:
+    return examples(MODEL, cross_entropy, INPUTS, LABELS, **options)
+
+
+def queries(**options: Any) -> Any:
+    return examples(MODEL, cross_entropy, QUERIES, QUERY_LABELS, **options)
+
+
+def inverse(curvature: str, damping: float, weight_decay: float) -> np.ndarray:
+    return np.linalg.inv(CURVATURES[curvature] + 40 * (damping + weight_decay) * np.eye(ROWS.shape[1]))
+
+
+@pytest.mark.parametrize("curvature", CURVATURES)
+def test_scores_are_those_of_the_inverse_of_the_damped_sum(curvature: Any) -> None:
+    fitted = fit(Influence(curvature, "exact", damping=0.4, weight_decay=0.02), training())
+    matrix = inverse(curvature, 0.4, 0.02)
+    want = ROWS @ matrix @ QUERY_ROWS.T
+    np.testing.assert_allclose(scores(fitted, queries()), want, rtol=0, atol=1e-10 * np.abs(want).max())
+    own, norms = self_influence(fitted)
+    np.testing.assert_allclose(own, np.einsum("np,pq,nq->n", ROWS, matrix, ROWS), rtol=1e-10)
+    np.testing.assert_allclose(norms, np.linalg.norm(ROWS @ matrix, axis=1), rtol=1e-10)
+
+
+def test_relative_damping_is_a_share_of_the_mean_eigenvalue_without_weight_decay() -> None:
+    fitted = fit(Influence(relative_damping=0.25, weight_decay=0.5), training())
+    values = np.linalg.eigvalsh(CURVATURES["gauss_newton"]) / 40
+    assert fitted.facts["solver"] == "exact"
+    assert fitted.facts["mean_eigenvalue"] == pytest.approx(values.mean(), rel=1e-12)
+    assert fitted.facts["damping"] == pytest.approx(0.25 * values.mean(), rel=1e-12)
+    assert fitted.facts["largest_eigenvalue"] == pytest.approx(values[-1], rel=1e-10)
+    assert fitted.facts["smallest_eigenvalue"] == pytest.approx(0, abs=1e-14)
+    shift = 0.25 * values.mean() + 0.5
+    assert fitted.facts["condition"] == pytest.approx((values[-1] + shift) / shift, rel=1e-10)
+
+
+@pytest.mark.parametrize("per", ["parameter", "module"])
+def test_scores_of_layers_are_products_of_their_parts_and_add_up(per: Any) -> None:
+    fitted = fit(Influence(damping=0.1), training())
+    prepared = QUERY_ROWS @ inverse("gauss_newton", 0.1, 0)
+    columns = training().flat.columns
+    found = layer_scores(fitted, queries(), per)
+    assert set(found) == ({"0.weight", "0.bias", "2.weight", "2.bias"} if per == "parameter" else {"0", "2"})
+    for label, part in found.items():
+        own = [where for name, where in columns.items() if name == label or name.startswith(f"{label}.")]
+        want = sum(ROWS[:, where] @ prepared[:, where].T for where in own)
+        np.testing.assert_allclose(part, want, rtol=0, atol=1e-11)
+    np.testing.assert_allclose(sum(found.values()), scores(fitted, queries()), rtol=0, atol=1e-11)
+
+
+@settings(max_examples=6, deadline=None)
+@given(chunk_size=st.integers(1, 41), query_chunk=st.integers(1, 8), solver=st.sampled_from(["exact", "dual"]))
+def test_numbers_do_not_depend_on_the_chunks(chunk_size: int, query_chunk: int, solver: Any) -> None:
+    method = Influence(solver=solver, damping=1e-3)
+    want = scores(fit(method, training()), queries())
+    found = scores(fit(method, training(chunk_size=chunk_size)), queries(chunk_size=query_chunk))
+    np.testing.assert_allclose(found, want, rtol=0, atol=1e-10 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("solver", ["exact", "dual"])
+def test_in_float32_numbers_hardly_depend_on_the_chunks(solver: Any) -> None:
+    model = mlp().float()
+    found = [
+        scores(
+            fit(Influence(solver=solver), examples(model, cross_entropy, INPUTS.float(), LABELS, chunk_size=size)),
+            examples(model, cross_entropy, QUERIES.float(), QUERY_LABELS, chunk_size=size),
+        )
+        for size in (3, 40)
+    ]
+    matrix = np.linalg.inv(CURVATURES["gauss_newton"] + 0.1 * np.trace(CURVATURES["gauss_newton"]) / 53 * np.eye(53))
+    want = ROWS @ matrix @ QUERY_ROWS.T
+    for each in found:
+        np.testing.assert_allclose(each, found[0], rtol=0, atol=1e-5 * np.abs(want).max())
+        np.testing.assert_allclose(each, want, rtol=0, atol=1e-5 * np.abs(want).max())
+
+
+def test_another_damping_shares_the_curvature_and_leaves_the_first_as_it_was() -> None:
+    first = fit(Influence(damping=0.1), training())
+    before = scores(first, queries())
+    second, third = first.with_damping(damping=0.7), first.with_damping(relative=2.0)
+    np.testing.assert_array_equal(scores(second, queries()), scores(fit(Influence(damping=0.7), training()), queries()))
+    np.testing.assert_array_equal(scores(third, queries()), scores(fit(Influence(relative_damping=2.0), training()), queries()))
+    np.testing.assert_array_equal(scores(first, queries()), before)
+    assert second.matrix is first.matrix
+    assert (first.facts["damping"], second.facts["damping"]) == (0.1, 0.7)
+
+
+def test_the_ends_of_a_large_spectrum_are_found_without_the_rest() -> None:
+    generator = torch.Generator().manual_seed(0)
+    basis = torch.linalg.qr(torch.randn(600, 600, generator=generator, dtype=torch.float64)).Q
+    values = torch.logspace(-3, 2, 600, dtype=torch.float64)
+    values[0] = -0.5
+    found = Inverse.of((basis * values) @ basis.t(), 0.6, "Hessian", 10)
+    assert found.largest == pytest.approx(100, rel=1e-6)
+    assert found.smallest == pytest.approx(-0.5, rel=1e-6)
+
+
+def test_singular_curvature_is_told_with_a_damping_that_would_do() -> None:
+    with pytest.raises(InfluenceError) as error:
+        fit(Influence(damping=0.0), training())
+    assert "the Gauss-Newton matrix is singular: its smallest eigenvalue is" in str(error.value)
+    assert "and damping and weight decay add 0" in str(error.value)
+    enough = float(str(error.value).split("set damping: ")[1].split()[0])
+    assert np.isfinite(scores(fit(Influence(damping=enough), training()), queries())).all()
+
+
+def test_an_indefinite_hessian_is_told_with_a_damping_that_would_do_and_is_loud_even_then() -> None:
+    smallest = np.linalg.eigvalsh(CURVATURES["hessian"])[0] / 40
+    assert smallest < -1e-3
+    with pytest.raises(InfluenceError, match=f"the Hessian is indefinite: its smallest eigenvalue is {smallest:.3g}") as error:
+        fit(Influence("hessian", damping=0.5 * abs(smallest)), training())
+    assert "or curvature: gauss_newton" in str(error.value)
+    enough = float(str(error.value).split("set damping: ")[1].split(",")[0])
+    said: list[str] = []
+    fit(Influence("hessian", damping=enough), training(), said)
+    assert [line for line in said if "the Hessian is indefinite" in line] == said != []
+
+
+def test_curvature_that_is_not_finite_is_refused() -> None:
+    with pytest.raises(InfluenceError, match="the Hessian has entries that are not finite"):
+        Inverse.of(torch.full((2, 2), torch.nan, dtype=torch.float64), 1.0, "Hessian", 1)
+
+
+def test_damping_is_never_negative_nor_taken_from_negative_curvature() -> None:
+    with pytest.raises(InfluenceError, match=r"damping is -0\.1"):
+        Damping(-0.1)
+    with pytest.raises(InfluenceError, match="relative_damping is nan"):
+        Damping(None, float("nan"))
+    with pytest.raises(InfluenceError, match=r"the curvature's mean eigenvalue is -2, so no damping can be taken from it"):
+        Damping().resolve(-2.0)
+    assert (Damping(0.0).resolve(-2.0), Damping(None, 0.5).resolve(3.0), Damping(0.2, 0.5).resolve(3.0)) == (0.0, 1.5, 0.2)
+
+
+def test_options_that_do_not_go_together_are_refused_in_words() -> None:
+    for options, words in (
+        ({"curvature": "hessian", "solver": "dual"}, "the dual solver has no Hessian"),
+        ({"curvature": "fisher", "leverage": True}, "curvature is fisher"),
+        ({"solver": "newton"}, "solver is 'newton'"),
+        ({"curvature": "kfac"}, "curvature is 'kfac'"),
+        ({"weight_decay": -1.0}, r"weight_decay is -1\.0"),
+    ):
+        with pytest.raises(InfluenceError, match=words):
+            Influence(**options)  # type: ignore[arg-type]
+    with pytest.raises(InfluenceError, match="the leverage correction needs every training example's own part of the inverse"):
+        fit(Influence(solver="conjugate_gradient", leverage=True), training())
+
+
+def test_the_solver_follows_from_the_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = "psgrad.engine.influence.methods.influence"
+    assert Influence()._choice(training())[0] == "exact"
+    monkeypatch.setattr(f"{module}.LARGEST_MATRIX", 52)
+    assert Influence()._choice(training()) == ("dual", "53 parameters are more than 52, and 120 rows at most 16384")
+    assert Influence("hessian")._choice(training())[0] == "conjugate_gradient"
+    monkeypatch.setattr(f"{module}.LARGEST_KERNEL", 119)
+    assert Influence()._choice(training()) == ("conjugate_gradient", "53 parameters are more than 52 and 120 rows more than 119")
+    assert Influence("fisher")._choice(training())[0] == "dual"
+    monkeypatch.setattr(f"{module}.LARGEST_OUTPUT", 2)
+    assert Influence()._choice(training())[1] == "an output of 3 numbers is too large for the other solvers"
+
+
+@pytest.mark.parametrize("curvature", CURVATURES)
+@pytest.mark.parametrize("options", [{}, {"preconditioner": "nystroem", "rank": 20}])
+def test_conjugate_gradients_agree(curvature: Any, options: dict[str, Any]) -> None:
+    damping = 0.6 if curvature == "hessian" else 0.01
+    exact = scores(fit(Influence(curvature, "exact", damping=damping), training()), queries())
+    fitted = fit(Influence(curvature, "conjugate_gradient", damping=damping, tolerance=1e-9, **options), training())
+    np.testing.assert_allclose(scores(fitted, queries()), exact, rtol=0, atol=1e-6 * np.abs(exact).max())
+    assert fitted.facts["converged"]
+    assert fitted.facts["relative_residual_max"] <= 1e-9
+    again = fitted.with_damping(damping=0.7)
+    assert "iterations" not in again.facts
+    want = ROWS @ inverse(curvature, 0.7, 0) @ QUERY_ROWS.T
+    np.testing.assert_allclose(scores(again, queries()), want, rtol=0, atol=1e-6 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("solver", ["lissa", "arnoldi"])
+def test_the_other_solvers_agree_where_they_have_the_same_answer(solver: Any) -> None:
+    exact = scores(fit(Influence(damping=0.05), training()), queries())
+    method = Influence(solver=solver, damping=0.05, tolerance=1e-9, rank=53)  # of full rank, Arnoldi leaves nothing out
+    np.testing.assert_allclose(scores(fit(method, training()), queries()), exact, rtol=0, atol=1e-6 * np.abs(exact).max())

@@ -1,0 +1,149 @@
+"""The rows of the Gauss-Newton matrix are those of the output's Jacobian times a root of the loss's second derivatives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+from psgrad.engine.influence.curvature.output_derivatives import OutputDerivatives
+from psgrad.engine.influence.curvature.rows import gauss_newton_rows, jacobian_rows, output_factors
+from psgrad.errors import InfluenceError
+from tests.engine.influence.problems import (
+    classified,
+    convolution,
+    cross_entropy,
+    examples,
+    gauss_newton,
+    mlp,
+    output_hessians,
+    output_jacobians,
+    squared_error,
+)
+
+
+def weighted(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy over positions [classes, t], one of them not counted."""
+    return F.cross_entropy(output[None], target[None], torch.tensor([1.0, 2.0]).to(output), reduction="none", ignore_index=9).sum()
+
+
+class Positions(nn.Module):
+    """[n, 6] to [n, 2, 3]"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.linear = nn.Linear(6, 6).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).tanh().reshape(-1, 2, 3)
+
+
+def problems() -> dict[str, tuple[nn.Module, Any, torch.Tensor, torch.Tensor]]:
+    inputs, labels = classified(7)
+    pictures, picture_labels = classified(5, (1, 6, 6))
+    values = torch.randn(7, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    positions = torch.tensor([[0, 1, 9], [1, 1, 0], [9, 9, 9], [0, 0, 0], [1, 9, 1], [0, 1, 0], [1, 1, 1]])
+    return {
+        "softmax": (mlp(), cross_entropy, inputs, labels),
+        "pictures": (convolution(), cross_entropy, pictures, picture_labels),
+        "squares": (mlp(), squared_error, inputs, values),
+        "binary": (mlp(), lambda z, y: F.binary_cross_entropy_with_logits(z, y), inputs, (values > 0).double()),
+        "positions": (Positions(), weighted, inputs, positions),
+    }
+
+
+@pytest.mark.parametrize("name", problems())
+@pytest.mark.parametrize("chunk_size", ["auto", 1, 30])
+def test_their_outer_products_add_up_to_the_gauss_newton_matrix(name: str, chunk_size: Any) -> None:
+    model, criterion, inputs, target = problems()[name]
+    rows = gauss_newton_rows(examples(model, criterion, inputs, target, chunk_size=chunk_size))
+    written = rows.materialise().numpy()
+    assert written.shape == (len(rows), rows.flat.size)
+    np.testing.assert_allclose(written.T @ written, gauss_newton(model, criterion, inputs, target), rtol=0, atol=1e-12)
+
+
+def test_those_of_a_sample_are_next_to_one_another() -> None:
+    model, criterion, inputs, target = problems()["softmax"]
+    rows = gauss_newton_rows(examples(model, criterion, inputs, target, chunk_size=6))
+    jacobians, hessians = output_jacobians(model, inputs), output_hessians(model, criterion, inputs, target)
+    seen = 0
+    for where, found in rows.each(lambda gradients: {"rows": rows.flat.join(gradients.materialise())}):
+        assert where.start == seen
+        for number, own in enumerate(found["rows"].reshape(-1, 3, rows.flat.size).numpy(), start=where.start // 3):
+            np.testing.assert_allclose(own.T @ own, jacobians[number].T @ hessians[number] @ jacobians[number], rtol=0, atol=1e-13)
+        seen = where.stop
+    assert seen == len(rows) == 21
+
+
+@settings(max_examples=15, deadline=None)
+@given(count=st.integers(1, 9), chunk_size=st.integers(1, 40), classes=st.integers(1, 5))
+def test_the_jacobian_comes_row_by_row_whatever_the_chunks(count: int, chunk_size: int, classes: int) -> None:
+    model = mlp(2, (4, 3, classes))
+    inputs, labels = classified(count, (4,), classes)
+    rows = jacobian_rows(examples(model, cross_entropy, inputs, labels, chunk_size=chunk_size))
+    want = output_jacobians(model, inputs).reshape(count * classes, -1)
+    np.testing.assert_allclose(rows.materialise().numpy(), want, rtol=0, atol=1e-13)
+    norms = torch.cat([found["square_norm"] for _, found in rows.norms()]).numpy()
+    np.testing.assert_allclose(norms, (want**2).sum(1), rtol=1e-12)
+
+
+def test_gradients_of_some_samples_are_those_of_a_pass() -> None:
+    model, criterion, inputs, target = problems()["softmax"]
+    rows = gauss_newton_rows(examples(model, criterion, inputs, target))
+    some = rows.flat.join(rows.gradients(2, 5).materialise())
+    np.testing.assert_allclose(some.numpy(), rows.materialise()[6:15].numpy(), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["softmax", "squares", "binary"])
+def test_coefficients_make_the_gradient_of_the_root(name: str) -> None:
+    model, criterion, inputs, target = problems()[name]
+    root, coefficients, gradient = output_factors(examples(model, criterion, inputs, target, chunk_size=3))
+    np.testing.assert_allclose((root @ root.transpose(1, 2)).numpy(), output_hessians(model, criterion, inputs, target), atol=1e-14)
+    np.testing.assert_allclose((root @ coefficients.unsqueeze(2)).squeeze(2).numpy(), gradient.numpy(), rtol=0, atol=1e-12)
+
+
+def test_confident_predictions_in_float32_keep_their_curvature() -> None:
+    outputs = torch.tensor([[20.0, 0.0, 1.0]])
+    found = OutputDerivatives.of(cross_entropy, outputs, torch.tensor([0])).hessian[0]
+    p = outputs[0].double().softmax(0)
+    np.testing.assert_allclose(found.numpy(), (p.diag() - torch.outer(p, p)).numpy(), rtol=0, atol=1e-16)
+
+
+def test_a_loss_that_is_not_convex_in_the_output_is_refused_with_its_row() -> None:
+    inputs, _ = classified(5)
+
+    def bent(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return torch.where(target == 4, -1.0, 1.0) * output.square().sum()
+
+    rows = gauss_newton_rows(examples(mlp(), bent, inputs, torch.arange(5), chunk_size=2))
+    with pytest.raises(InfluenceError, match=r"at row 4 the loss is not convex in the model's output: its second derivative there is -2"):
+        rows.materialise()
+
+
+def test_an_output_that_is_not_finite_is_refused_with_its_row() -> None:
+    inputs, labels = classified(5)
+    inputs[3, 0] = torch.inf
+    linear = mlp(0, (6, 3))
+    with pytest.raises(InfluenceError, match="at row 3 the loss has derivatives in the model's output that are not finite"):
+        gauss_newton_rows(examples(linear, cross_entropy, inputs, labels)).materialise()
+
+
+def test_large_outputs_and_outputs_of_several_tensors_are_refused_in_words() -> None:
+    inputs, labels = classified(2)
+    with pytest.raises(InfluenceError, match="the model's output has 129 numbers for one sample") as error:
+        gauss_newton_rows(examples(mlp(0, (6, 129)), cross_entropy, inputs, labels))
+    assert "set solver: conjugate_gradient" in str(error.value)
+
+    class Pair(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x), x
+
+    with pytest.raises(InfluenceError, match="the model's output is a tuple"):
+        gauss_newton_rows(examples(Pair(6, 3).double(), cross_entropy, inputs, labels))
