@@ -50,6 +50,14 @@ class Part(ABC):
         """[numel] float64: the sum over rows of the squares of their elements."""
 
     @abstractmethod
+    def alive(self) -> torch.Tensor:
+        """[R]: which rows are not zero for all samples."""
+
+    @abstractmethod
+    def only(self, rows: torch.Tensor) -> Part:
+        """The same with some of the rows, [R] booleans."""
+
+    @abstractmethod
     def room(self, vectors: int) -> int:
         """Numbers that a product makes for one sample."""
 
@@ -87,6 +95,12 @@ class Written(Part):
         for sample in self.rows:
             total += sample.double().square().sum(0)
         return total
+
+    def alive(self) -> torch.Tensor:
+        return (self.rows != 0).any(2).any(0)
+
+    def only(self, rows: torch.Tensor) -> Written:
+        return Written(self.rows[:, rows])
 
     def room(self, vectors: int) -> int:
         return self.rows.shape[1] * self.rows.shape[2]
@@ -150,6 +164,12 @@ class Shared(Part):
         for own, shared in zip(self.own, self.shared, strict=True):
             total += torch.matmul(own.double().transpose(1, 2), shared.double()).square().sum(0)
         return total.t() if self.transposed else total
+
+    def alive(self) -> torch.Tensor:
+        return (self.own != 0).flatten(2).any(2).any(0)
+
+    def only(self, rows: torch.Tensor) -> Shared:
+        return Shared(self.own[:, rows], self.shared, self.transposed)
 
     def room(self, vectors: int) -> int:
         return 2 * self.own.shape[2] * self.own.shape[3] * vectors

@@ -64,7 +64,8 @@ class RowProducts(CurvatureProducts):
         found: list[Rows] = []
 
         def keep(gradients: PerSampleGradients) -> dict[str, torch.Tensor]:
-            found.append({name: part_of(gradient, rows) for name, gradient in gradients.gradients.items() if gradient.terms})
+            parts = {name: part_of(gradient, rows) for name, gradient in gradients.gradients.items() if gradient.terms}
+            found.append(_without_zeros(parts))
             return {}
 
         chunks: list[Rows] = []
@@ -101,6 +102,12 @@ class RowProducts(CurvatureProducts):
             for name, part in rows.items():
                 total[self.flat.columns[name]] += part.diagonal().reshape(-1).cpu() / self.count
         return total
+
+
+def _without_zeros(rows: Rows) -> Rows:
+    """The same without those that are zero for all samples: a softmax's curvature has one eigenvalue of zero."""
+    alive = torch.stack([part.alive() for part in rows.values()]).any(0)
+    return rows if bool(alive.all()) else {name: part.only(alive) for name, part in rows.items()}
 
 
 def _pieces(rows: Rows, vectors: torch.Tensor) -> list[slice]:

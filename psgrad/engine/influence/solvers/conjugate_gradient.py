@@ -19,6 +19,8 @@ Apply = Callable[[torch.Tensor], torch.Tensor]
 _ALIVE, _SHARE = 10, 4
 # A restart that gains less than that factor is the last.
 _GAIN = 0.5
+# Columns whose triangular factor has such a small entry lose too many digits in their inner products.
+_DEPENDENT = 1e-6
 
 
 def conjugate_gradient(
@@ -116,15 +118,15 @@ class _Run:
 
     def _search(self, residual: torch.Tensor, most: int) -> tuple[torch.Tensor, int]:
         """The correction [k, p] for residuals [k, p], and the iterations that it took. Inside, vectors are columns."""
-        basis, coefficients = torch.linalg.qr(self._root(residual, -0.5).t())
-        directions, x = basis, torch.zeros_like(residual).t()
+        basis, coefficients = orthonormal(self._root(residual, -0.5).t())
+        directions, x = basis, torch.zeros_like(residual.t())
         used, searching = 0, True
         while searching and used < most:
             products = self._root(self._times(self._root(directions.t(), -0.5)), -0.5).t()
             core = self._inverse(directions.t() @ products, directions)
-            x = x + directions @ (core @ coefficients)
-            basis, change = torch.linalg.qr(basis - products @ core)
-            directions = basis + directions @ change.t()
+            x.addmm_(directions, core @ coefficients)
+            basis, change = orthonormal(torch.addmm(basis, products, core, alpha=-1))
+            directions = torch.addmm(basis, directions, change.t())
             coefficients = change @ coefficients
             left = torch.linalg.vector_norm(self._root((basis @ coefficients).t(), 0.5), dim=1)
             used, searching = used + 1, bool((left > self.tolerance / 2).any())
@@ -151,3 +153,23 @@ class _Run:
             start = self._root((directions @ vectors[:, :1]).t(), -0.5)[0]
             raise negative_curvature(extremes(self.apply, start))
         return (vectors / values.clamp_min(rounding)) @ vectors.t()  # directions of a right-hand side that is solved already
+
+
+def orthonormal(columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Q [p, k] with orthonormal columns and C [k, k] with Q C = the columns given.
+
+    By the Cholesky factor of their inner products, twice, which is a few large products; by Householder reflections where the columns
+    are too close to dependent for that. Yamamoto, Nakatsukasa, Yanagisawa and Fukaya, "Roundoff error analysis of the CholeskyQR2
+    algorithm" (2015).
+    """
+    basis, triangle = columns, None
+    for _ in range(2):
+        factor, failed = torch.linalg.cholesky_ex(basis.t() @ basis, upper=True)
+        diagonal = factor.diagonal().abs()
+        if int(failed) or not bool(diagonal.min() > _DEPENDENT * diagonal.max()):
+            found = torch.linalg.qr(columns)
+            return found.Q, found.R
+        basis = torch.linalg.solve_triangular(factor, basis, upper=True, left=False)
+        triangle = factor if triangle is None else factor @ triangle
+    assert triangle is not None
+    return basis, triangle
