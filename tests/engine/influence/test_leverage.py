@@ -116,3 +116,24 @@ def test_an_example_that_alone_holds_a_parameter_in_place_is_named(solver: Any) 
     assert np.isfinite(np.delete(self_influence(fitted)[0], 5)).all()
     parts = layer_scores(fitted, training, "parameter")
     assert all(np.isnan(part[5]).all() for part in parts.values())
+
+
+@pytest.mark.parametrize("solver", ["exact", "dual"])
+@pytest.mark.parametrize("leverage", [False, True])
+def test_by_the_output_scores_are_losses_at_the_output_that_a_step_leads_to(solver: Any, leverage: bool) -> None:
+    model, (inputs, labels), criterion = mlp(), classified(15), cross_entropy
+    rows, jacobians = gradient_rows(model, criterion, inputs, labels), output_jacobians(model, -inputs[:4])
+    steps = np.linalg.solve(gauss_newton(model, criterion, inputs, labels) + 15 * 0.03 * np.eye(53), rows.T).T
+    if leverage:
+        steps = newton_steps(model, criterion, inputs, labels, 15 * 0.03)
+    outputs = model(-inputs[:4]).detach()
+    moved = outputs + torch.from_numpy(np.einsum("qcp,np->nqc", jacobians, steps))
+    want = torch.stack([F.cross_entropy(each, labels[:4], reduction="none") for each in moved])
+    want -= F.cross_entropy(outputs, labels[:4], reduction="none")
+    fitted = fit(Influence(solver=solver, damping=0.03, leverage=leverage, change="output"), examples(model, criterion, inputs, labels))
+    queries = examples(model, criterion, -inputs[:4], labels[:4])
+    np.testing.assert_allclose(scores(fitted, queries), want.numpy(), rtol=0, atol=1e-11)
+    again = fit(Influence(solver=solver, damping=0.5, leverage=leverage, change="output"), examples(model, criterion, inputs, labels))
+    np.testing.assert_allclose(scores(fitted.with_damping(damping=0.5), queries), scores(again, queries), rtol=0, atol=1e-13)
+    with pytest.raises(InfluenceError, match="scores by the query's output don't split into layers"):
+        layer_scores(fitted, queries, "module")

@@ -55,9 +55,12 @@ class Corrected(Fitted):
         return Corrected(self.plain.with_damping(damping=damping, relative=relative))
 
     def scores(self, queries: Examples, per: Per = "total") -> Iterator[ScoreBlock]:
-        for block in self.removed.scores(queries, per):
-            gone = self.leverage.gone[block.start : block.stop].unsqueeze(1)
-            yield replace(block, scores={label: value.masked_fill(gone, torch.nan) for label, value in block.scores.items()})
+        return map(self.marked, self.removed.scores(queries, per))
+
+    def marked(self, block: ScoreBlock) -> ScoreBlock:
+        """The block with NaN for examples without a score."""
+        gone = self.leverage.gone[block.start : block.stop].unsqueeze(1)
+        return replace(block, scores={label: value.masked_fill(gone, torch.nan) for label, value in block.scores.items()})
 
     def self_influence(self) -> Iterator[SelfBlock]:
         for block in self.plain.self_influence():

@@ -15,6 +15,7 @@ from psgrad.engine.influence.fits.corrected import Corrected
 from psgrad.engine.influence.fits.iterative import ByProducts, Solve
 from psgrad.engine.influence.fits.kernel import ByKernel
 from psgrad.engine.influence.fits.matrix import ByMatrix
+from psgrad.engine.influence.fits.output import AtOutput
 from psgrad.engine.influence.fits.setting import TITLES, Setting
 from psgrad.engine.influence.method import Checkpoint, Fitted, Method
 from psgrad.engine.influence.solvers.arnoldi import arnoldi
@@ -49,6 +50,8 @@ class Influence(Method):
         damping: lam; None for `relative_damping` times the mean eigenvalue of C.
         weight_decay: of training, on the mean loss; it is part of the curvature, whatever the damping.
         leverage: whether scores are corrected for what a removal does to the curvature (leverage.py). For gauss_newton, exact or dual.
+        change: what a step does to the query: 'gradient' to first order, 'output' as the measurement of the output that the step leads
+            to, to first order in the parameters (fits/output.py). It brings out what a large change of a confident query is.
         tolerance, iterations: of conjugate_gradient and lissa, the relative residual of each query and products at most (arnoldi: the size
             of its Krylov space); None for 200, 5000 and 200. preconditioner: of conjugate_gradient, 'none', 'diagonal' or 'nystroem'.
         rank: of arnoldi, and of the Nystroem preconditioner. seed: of what these draw.
@@ -62,6 +65,7 @@ class Influence(Method):
     relative_damping: float = 0.1
     weight_decay: float = 0.0
     leverage: bool = False
+    change: Literal["gradient", "output"] = "gradient"
     tolerance: float = 1e-6
     iterations: int | None = None
     preconditioner: Literal["none", "diagonal", "nystroem"] = "none"
@@ -72,6 +76,7 @@ class Influence(Method):
         for name, value, allowed in (
             ("curvature", self.curvature, tuple(TITLES)),
             ("solver", self.solver, _SOLVERS),
+            ("change", self.change, ("gradient", "output")),
             ("preconditioner", self.preconditioner, _PRECONDITIONERS),
         ):
             if value not in allowed:
@@ -107,7 +112,8 @@ class Influence(Method):
         else:
             fitted = ByProducts.fit(setting, getattr(self, f"_{solver}")(checkpoint), self.seed)
         fitted.facts = {"solver": solver, "solver_because": why, **fitted.facts}
-        return Corrected(fitted) if self.leverage and not isinstance(fitted, ByProducts) else fitted
+        whole = Corrected(fitted) if self.leverage and not isinstance(fitted, ByProducts) else fitted
+        return AtOutput(whole) if self.change == "output" else whole
 
     def _choice(self, training: Examples) -> tuple[str, str]:
         """The solver, and why."""

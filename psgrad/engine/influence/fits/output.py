@@ -1,0 +1,80 @@
+"""Scores by the query's output in place of its gradient: the loss itself, at the output that a removal is predicted to lead to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from psgrad.engine.gradients import PerSampleGradients
+from psgrad.engine.influence.curvature.rows import jacobian_rows
+from psgrad.engine.influence.examples import Examples
+from psgrad.engine.influence.fits.corrected import Corrected
+from psgrad.engine.influence.flat import as_gradients
+from psgrad.engine.influence.method import Fitted, Per, Preconditioned, ScoreBlock, SelfBlock
+from psgrad.engine.transforms import vmap
+from psgrad.errors import InfluenceError
+
+# Numbers of outputs whose losses are computed at once.
+_OUTPUTS = 1 << 22
+
+
+class AtOutput(Fitted):
+    """score = m_q(z_q + J_q H^-1 g_i) - m_q(z_q), m_q the measurement as a function of the output z_q, J_q the output's Jacobian.
+
+    The parameters' change is that of the fit, and so is the output's to first order; of the measurement every order is counted. Where the
+    model is linear, nothing but the change of the parameters is approximate.
+    """
+
+    def __init__(self, fitted: Any) -> None:
+        self.fitted: Corrected | Preconditioned = fitted
+        self.steps: Preconditioned = fitted.removed if isinstance(fitted, Corrected) else fitted
+        self.has_self_influence = fitted.has_self_influence
+        self.facts = fitted.facts
+
+    def with_damping(self, *, damping: float | None = None, relative: float | None = None) -> AtOutput:
+        """As that of the fit."""
+        fitted: Any = self.fitted
+        return AtOutput(fitted.with_damping(damping=damping, relative=relative))
+
+    def scores(self, queries: Examples, per: Per = "total") -> Iterator[ScoreBlock]:
+        if per != "total":
+            raise InfluenceError(
+                "scores by the query's output don't split into layers: a loss is no sum over what layers do to the output",
+                next_step="set change: gradient, or layers: none",
+            )
+        change = _Changes(queries, self.steps)
+        for rows, found in self.steps.training.each(change):
+            block = ScoreBlock(rows.start, rows.stop, {"": found["scores"]})
+            yield self.fitted.marked(block) if isinstance(self.fitted, Corrected) else block
+
+    def self_influence(self) -> Iterator[SelfBlock]:
+        """By the gradient, as that of the fit."""
+        return self.fitted.self_influence()
+
+
+class _Changes:
+    """What removals do to queries, as a query of the training set's gradients."""
+
+    def __init__(self, queries: Examples, steps: Preconditioned) -> None:
+        rows, device = jacobian_rows(queries), steps.training.device
+        self.prepared = as_gradients(steps.precondition(queries.flat.split(rows.materialise().to(device))))
+        found = torch.cat([found["output"] for _, found in queries.outputs()])
+        self.outputs = found.to(device).double()
+        target = queries.stream.load(0, queries.count)[1]
+        self.target = target.double() if target is not None and target.is_floating_point() else target
+        shape = self.outputs.shape[1:]
+
+        def loss(flat: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
+            return queries.objective.criterion(flat.reshape(shape), target)
+
+        over_queries = vmap(loss, in_dims=(0, None if target is None else 0))
+        self.losses = vmap(over_queries, in_dims=(0, None))
+        self.before = over_queries(self.outputs.flatten(1), self.target)
+
+    def __call__(self, gradients: PerSampleGradients) -> dict[str, torch.Tensor]:
+        outputs = self.outputs.flatten(1)
+        steps = gradients.inner(self.prepared).reshape(len(gradients), *outputs.shape)
+        parts = [self.losses(outputs + some, self.target) for some in steps.split(max(1, _OUTPUTS // outputs.numel()))]
+        return {"scores": torch.cat(parts).double() - self.before}
