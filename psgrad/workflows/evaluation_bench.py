@@ -23,7 +23,7 @@ from psgrad.engine.influence.evaluation.recipe import Recipe
 from psgrad.engine.influence.evaluation.retraining import measured
 from psgrad.engine.influence.evaluation.scored import Place
 from psgrad.engine.influence.examples import Examples
-from psgrad.engine.influence.method import Method
+from psgrad.engine.influence.method import Fitted, Method
 from psgrad.engine.influence.scoring import Normalize
 from psgrad.inputs.files import sha256_of
 from psgrad.inputs.imports import resolve
@@ -35,6 +35,7 @@ from psgrad.workflows.influence_method import method_from
 from psgrad.workflows.influence_setup import InfluenceSetup, chosen_rows
 
 Array = np.ndarray[Any, Any]
+Fits = dict[str, tuple[Method, list[Fitted]]]
 Say = Callable[[Progress], None]
 
 # Numbers of models that are trained already. A run that takes the place of an earlier one leaves them, and uses what is still true.

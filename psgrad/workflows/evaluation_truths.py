@@ -11,16 +11,14 @@ import pandas as pd
 
 from psgrad.engine.influence.evaluation.controls import NEIGHBOUR, NORM, RANDOM, controls, own_controls
 from psgrad.engine.influence.evaluation.jobs import Job
-from psgrad.engine.influence.evaluation.lds import ceiling, half_subsets, lds, lds_mean, rows_of
+from psgrad.engine.influence.evaluation.lds import ceiling, half_subsets, lds, rows_of
 from psgrad.engine.influence.evaluation.loo import choose_removals, leave_one_out
 from psgrad.engine.influence.evaluation.removal import removal, strongest
 from psgrad.engine.influence.evaluation.retraining import seed_of
-from psgrad.engine.influence.evaluation.scored import damped, fitted_to, has_damping, score_matrix, self_influences
-from psgrad.engine.influence.method import Fitted, Method
+from psgrad.engine.influence.evaluation.scored import fitted_to, score_matrix, self_influences
 from psgrad.errors import ConfigError, InfluenceError
-from psgrad.workflows.evaluation_bench import Array, Bench
-
-Fits = dict[str, tuple[Method, list[Fitted]]]
+from psgrad.workflows.evaluation_bench import Array, Bench, Fits
+from psgrad.workflows.evaluation_tuning import Curves, tune
 
 
 @dataclass
@@ -31,7 +29,7 @@ class Found:
     facts: dict[str, Any]
     details: pd.DataFrame
     points: pd.DataFrame = field(default_factory=pd.DataFrame)
-    curves: dict[str, dict[float, float]] = field(default_factory=dict)
+    curves: Curves = field(default_factory=dict)
 
 
 def evaluate_lds(bench: Bench) -> Found:
@@ -51,17 +49,10 @@ def evaluate_lds(bench: Bench) -> Found:
     others = 0 if tuning is None else tuning.subsets
     subsets = half_subsets(len(bench.training), others + wanted.subsets, wanted.fraction, random)
     outcomes = subset_outcomes(bench, subsets, np.concatenate([set_aside, asked]))
-    curves: dict[str, dict[float, float]] = {}
-    chosen_dampings: dict[str, float] = {}
+    curves: Curves = {}
+    dampings: dict[str, float] = {}
     if tuning is not None:
-        for name, (method, fitted) in list(fits.items()):
-            if has_damping(method):
-                curves[name] = tuned(bench, name, fits, subsets[:others], outcomes[:others, :, : len(set_aside)], set_aside)
-                best = max(curves[name], key=lambda damping: curves[name][damping])
-                fits[name] = damped(method, fitted, bench.places(), best)
-                chosen_dampings[name] = best
-                if len(curves[name]) > 1 and best in (min(curves[name]), max(curves[name])):
-                    bench.notes.append(f"the best damping of {name} is at the end of the candidates: {best:g}")
+        curves, dampings = tune(bench, fits, tuning, subsets[:others], outcomes[:others, :, : len(set_aside)], set_aside)
     scores, names = all_scores(bench, fits, asked)
     truth, reported = outcomes[others:, :, len(set_aside) :], subsets[others:]
     found = lds(scores, reported, truth, bench.main, wanted.seed)
@@ -76,7 +67,7 @@ def evaluate_lds(bench: Bench) -> Found:
             "ahead_low": None if score.ahead_interval is None else score.ahead_interval[0],
             "ahead_high": None if score.ahead_interval is None else score.ahead_interval[1],
             "undefined": score.undefined,
-            "damping": chosen_dampings.get(name),
+            "damping": dampings.get(name),
         }
         for name, score in found.items()
     ]
@@ -224,17 +215,6 @@ def subset_outcomes(bench: Bench, subsets: Array, queries: Array) -> Array:
         for repeat in range(bench.seeds)
     ]
     return bench.outcomes(jobs, queries).reshape(len(subsets), bench.seeds, -1)
-
-
-def tuned(bench: Bench, name: str, fits: Fits, subsets: Array, outcomes: Array, asked: Array) -> dict[float, float]:
-    """damping -> the score on these subsets and queries."""
-    assert bench.wanted.tuning is not None
-    queries, curve = bench.queries(asked), {}
-    (method, fitted), normalize = fits[name], bench.normalize if name == bench.main else None
-    for damping in sorted(set(bench.wanted.tuning.dampings)):
-        changed, there = damped(method, fitted, bench.places(), damping)
-        curve[damping] = lds_mean(score_matrix(changed, there, queries, normalize), subsets, outcomes)
-    return curve
 
 
 def own_influence(bench: Bench, fits: Fits) -> Array:

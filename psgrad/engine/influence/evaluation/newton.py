@@ -18,10 +18,14 @@ from psgrad.engine.influence.evaluation.members import Rows
 from psgrad.engine.influence.evaluation.recipe import Recipe
 from psgrad.engine.influence.flat import Flat
 from psgrad.engine.objective import Criterion
-from psgrad.engine.transforms import functional_call, grad_and_value, hessian, vmap
+from psgrad.engine.transforms import capture, functional_call, grad_and_value, hessian, vmap
 from psgrad.errors import InfluenceError
 
+Arguments = tuple[dict[str, torch.Tensor], tuple[torch.Tensor, ...], torch.Tensor | None, float]
+
 _MOST_PARAMETERS = 5000
+# From so many jobs on it pays to record a gradient and replay it.
+_CAPTURED_FROM = 4
 _MOST_STEPS = 500
 # So many steps in a row with Hessians of their own that do not halve the gradient: rounding allows no better.
 _MOST_STALLED = 20
@@ -76,14 +80,17 @@ class _Search:
     ) -> None:
         self.model, self.flat, self.fixed, self.rows, self.jobs = model, flat, fixed, rows, jobs
         self.criterion, self.recipe = criterion, recipe
+        slope = grad_and_value(self._objective)
+        # Jobs differ in their tensors alone, as far as they have as many rows.
+        self._slope = capture(slope, say=lambda why: None) if len(jobs) >= _CAPTURED_FROM else slope
         self._factor: torch.Tensor | None = None
         self._last: torch.Tensor | None = None
 
     def solve(self, number: int, start: torch.Tensor) -> torch.Tensor:
         """The minimum for one job. A convex objective has one, so the search begins at the last one that was found."""
         at = start[number] if self._last is None else self._last
-        slope = grad_and_value(self._objective(number))
-        gradient, value = slope(at)
+        arguments = self._arguments(number)
+        gradient, value = self._slope(at, *arguments)
         size, stalled = gradient.abs().max(), 0
         for _ in range(_MOST_STEPS):
             if size <= self.recipe.tolerance:
@@ -92,11 +99,11 @@ class _Search:
             if not bool(size.isfinite()) or stalled > _MOST_STALLED:
                 break
             if self._factor is None:
-                self._factor = self._factorised(number, at)
+                self._factor = self._factorised(number, at, arguments)
                 stalled += 1
             else:
                 stalled = 0
-            at, gradient, value, after, short = self._step(slope, at, gradient, value)
+            at, gradient, value, after, short = self._step(arguments, at, gradient, value)
             if short or bool(after > _WORTH * size):
                 self._factor = None
             size = after
@@ -108,7 +115,7 @@ class _Search:
         )
 
     def _step(
-        self, slope: Any, at: torch.Tensor, gradient: torch.Tensor, value: torch.Tensor
+        self, arguments: Arguments, at: torch.Tensor, gradient: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, bool]:
         """One step, halved until the objective does not rise: (where, gradient, value, its largest entry, whether it was halved)."""
         assert self._factor is not None
@@ -116,14 +123,14 @@ class _Search:
         rounding = 16 * torch.finfo(at.dtype).eps * value.abs()
         for halvings in range(_HALVINGS):
             there = at - direction / 2**halvings
-            new_gradient, new_value = slope(there)
+            new_gradient, new_value = self._slope(there, *arguments)
             if bool(new_value <= value + rounding):
                 break
         return there, new_gradient, new_value, new_gradient.abs().max(), halvings > 0
 
-    def _factorised(self, number: int, at: torch.Tensor) -> torch.Tensor:
+    def _factorised(self, number: int, at: torch.Tensor, arguments: Arguments) -> torch.Tensor:
         """The Cholesky factor of the Hessian here, in float64."""
-        factor, failed = torch.linalg.cholesky_ex(hessian(self._objective(number))(at).double())
+        factor, failed = torch.linalg.cholesky_ex(hessian(self._objective)(at, *arguments).double())
         if int(failed):
             raise InfluenceError(
                 f"newton can't train {self.jobs[number].name}: its Hessian is not positive definite",
@@ -135,19 +142,30 @@ class _Search:
 
     def loss(self, number: int, theta: torch.Tensor) -> torch.Tensor:
         """The mean loss of the job's rows."""
+        state, inputs, target, _ = self._arguments(number)
+        return self._objective(theta, state, inputs, target, 0.0)
+
+    def _arguments(self, number: int) -> Arguments:
+        """(the rest of the model's state, inputs, target, weight decay) of a job."""
         job = self.jobs[number]
-        taken = torch.as_tensor(job.rows, device=theta.device)
+        taken = torch.as_tensor(job.rows, device=self.rows.inputs[0].device)
+        whole = self.rows.target if job.target is None or self.rows.target is None else job.target.to(self.rows.target)
+        return (
+            {name: value[number] for name, value in self.fixed.items()},
+            tuple(x[taken] for x in self.rows.inputs),
+            None if whole is None else whole[taken],
+            self.recipe.weight_decay * len(self.rows) / len(job.rows),
+        )
+
+    def _objective(
+        self,
+        theta: torch.Tensor,
+        fixed: dict[str, torch.Tensor],
+        inputs: tuple[torch.Tensor, ...],
+        target: torch.Tensor | None,
+        decay: float,
+    ) -> torch.Tensor:
         values = {name: value[0] for name, value in self.flat.split(theta.unsqueeze(0)).items()}
-        state = {**values, **{name: value[number] for name, value in self.fixed.items()}}
-        output = functional_call(self.model, state, tuple(x[taken] for x in self.rows.inputs))
-        whole = self.rows.target if job.target is None else job.target.to(theta.device)
-        target = None if whole is None else whole[taken]
-        return vmap(self.criterion, in_dims=(0, None if target is None else 0))(output, target).mean()
-
-    def _objective(self, number: int) -> Any:
-        decay = self.recipe.weight_decay * len(self.rows) / len(self.jobs[number].rows)
-
-        def objective(theta: torch.Tensor) -> torch.Tensor:
-            return self.loss(number, theta) + decay / 2 * theta.square().sum()
-
-        return objective
+        output = functional_call(self.model, {**values, **fixed}, inputs)
+        losses = vmap(self.criterion, in_dims=(0, None if target is None else 0))(output, target)
+        return losses.mean() + decay / 2 * theta.square().sum()

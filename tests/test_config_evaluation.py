@@ -1,0 +1,72 @@
+"""The section influence.evaluate: what it fills in, and that what does not fit is told with its reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from psgrad.config import Config, EvaluationConfig, load_config
+from psgrad.engine.influence.evaluation.recipe import Recipe
+from psgrad.errors import ConfigError
+from tests.test_config import MINIMAL
+
+
+def load(folder: Path, *overrides: str) -> EvaluationConfig:
+    path = folder / "config.yaml"
+    path.write_text(MINIMAL, encoding="utf-8")
+    return load_config(path, [f"influence.evaluate.{override}" for override in overrides]).influence.evaluate
+
+
+def test_all_of_it_may_be_left_out(tmp_path: Path) -> None:
+    found = load(tmp_path)
+    assert (found.subsets, found.seeds, found.fraction, found.removals, found.flips, found.share) == (100, 3, 0.5, 100, 5, 0.1)
+    assert found.tuning is None
+    assert found.train.optimizer == "adam"
+
+
+def test_the_defaults_of_a_training_are_the_recipes() -> None:
+    assert Recipe(**EvaluationConfig().train.model_dump(exclude={"function"})) == Recipe()
+
+
+def test_a_bare_string_is_a_function_and_methods_are_named_or_have_options(tmp_path: Path) -> None:
+    found = load(tmp_path, "train=own.py:train", "methods=[tracin, {name: influence, damping: 0.5}]", "tuning={}")
+    assert found.train.function == "own.py:train"
+    assert [(method.name, method.options) for method in found.methods] == [("tracin", {}), ("influence", {"damping": 0.5})]
+    assert found.tuning is not None
+    assert (found.tuning.subsets, found.tuning.queries) == (30, 60)
+    assert found.tuning.dampings == sorted(found.tuning.dampings)
+
+
+def test_a_resolved_section_loads_again(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(MINIMAL, encoding="utf-8")
+    settings = ["influence.evaluate.train={optimizer: newton, weight_decay: 0.1}", "influence.evaluate.tuning={dampings: [0.1, 1.0]}"]
+    config = load_config(path, settings)
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
+    again: Config = load_config(path)
+    assert again.influence.evaluate == config.influence.evaluate
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train={optimizer: newton, epochs: 3}", "newton does not take epochs"),
+        ("train={optimizer: adam, momentum: 0.9}", "adam does not take momentum"),
+        ("train={optimizer: sgd, tolerance: 1.0}", "sgd does not take tolerance"),
+        ("train={function: own.py:train, epochs: 3, weight_decay: 0.1}", "trains as it wants to and does not take epochs, weight_decay"),
+        ("train=own.py", "does not name a callable"),
+        ("train={optimizer: lbfgs}", "optimizer"),
+        ("subsets=2", "subsets"),
+        ("fraction=1.0", "fraction"),
+        ("ks=[]", "ks"),
+        ("highest=200", "of 100"),
+        ("tuning={dampings: [0.0]}", "dampings"),
+        ("subset=3", "did you mean subsets"),
+    ],
+)
+def test_what_does_not_fit_is_told(tmp_path: Path, override: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, override)
+    assert words in str(caught.value)

@@ -1,0 +1,334 @@
+"""`psgrad influence --evaluate` from its config to evaluation.json, against models that numpy retrains."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from safetensors.torch import save_file
+from scipy import stats
+from sklearn.metrics import roc_auc_score
+
+from psgrad.engine.influence.evaluation.ensemble import Ensemble
+from psgrad.engine.influence.evaluation.lds import half_subsets
+from psgrad.engine.influence.evaluation.mislabel import flip
+from tests.engine.influence.problems import SoftmaxRegression, linear
+from tests.influence_workplace import QUERIES, InfluenceWorkplace, loop_of_gradients
+from tests.workplace import CLASSES, ROWS
+
+DECAY = 0.05
+LINEAR = "def Model():\n    return nn.Linear(4, 3).double()\n"
+OWN = """\
+def train(model, inputs, target, seed):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs[0]), target).backward()
+        optimizer.step()
+    return model
+"""
+
+
+class EvaluationWorkplace(InfluenceWorkplace):
+    """A softmax regression in float64, at its minimum; trained again by Newton."""
+
+    def start(self) -> None:
+        self.prepare()
+        self.use_model(LINEAR)
+        self.problem = SoftmaxRegression.of(torch.tensor(self.arrays["x"]).double(), torch.tensor(self.arrays["y"]), DECAY)
+        self.minimum = self.problem.solve()
+        save_file(linear(self.minimum).state_dict(), self.folder / "minimum.safetensors")
+        self.config["model"]["checkpoint"] = "minimum.safetensors"
+        self.config["engine"] = {"dtype": "float64", "verify": 0}
+        self.evaluate = {"train": {"optimizer": "newton", "weight_decay": DECAY}, "subsets": 12, "removals": 8, "highest": 3, "seeds": 2}
+        self.section["evaluate"] = self.evaluate
+
+    def evaluated(self, kind: str, *options: str) -> dict[str, Any]:
+        """evaluation.json of a run that ends well."""
+        outcome = self.influence("--evaluate", kind, *options)
+        assert outcome.code == 0, outcome.err
+        found: dict[str, Any] = json.loads((self.folder / f"out-{kind}" / "evaluation.json").read_text())
+        return found
+
+    def retrained(self, rows: np.ndarray) -> np.ndarray:
+        """[m]: the queries' losses after training on these rows, by numpy."""
+        wanted = SoftmaxRegression(self.problem.inputs[rows], self.problem.labels[rows], CLASSES, self.problem.penalty)
+        return self.losses(wanted.solve())
+
+    def losses(self, weights: np.ndarray) -> np.ndarray:
+        return self.problem.losses(weights, torch.tensor(self.queries["x"]).double(), torch.tensor(self.queries["y"]))
+
+    def products(self) -> np.ndarray:
+        """[n, m]: gradient products at the minimum, by a loop."""
+        model = linear(self.minimum)
+        training = loop_of_gradients(model, self.arrays["x"], self.arrays["y"])
+        return (training @ loop_of_gradients(model, self.queries["x"], self.queries["y"]).T).numpy()
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> EvaluationWorkplace:
+    found = EvaluationWorkplace(tmp_path, monkeypatch, capfd)
+    found.start()
+    monkeypatch.setattr("psgrad.workflows.influence_evaluation.evaluation_plots", lambda result: [])
+    return found
+
+
+def subsets_of(place: EvaluationWorkplace, count: int) -> np.ndarray:
+    return half_subsets(ROWS, count, 0.5, np.random.default_rng([0, 3]))
+
+
+# -- the four of them ------------------------------------------------------------------------------------------------------------------
+
+
+def test_lds_is_the_rank_correlation_with_subsets_that_numpy_retrains(place: EvaluationWorkplace) -> None:
+    found = place.evaluated("lds")["lds"]
+    drawn, products = subsets_of(place, 12), place.products()
+    outcomes = np.stack([place.retrained(np.flatnonzero(subset)) for subset in drawn])
+    each = [stats.spearmanr(drawn @ products[:, q], -outcomes[:, q]).statistic for q in range(QUERIES)]
+    assert found["mean"] == pytest.approx(np.mean(each), abs=1e-9)
+    assert found["interval"][0] <= found["mean"] <= found["interval"][1]
+    assert found["methods"]["gradient_dot"]["mean"] == found["mean"]
+    assert (found["subsets"], found["seeds"], found["models"], found["queries"]) == (12, 1, 12, QUERIES)  # newton has no seeds
+    assert found["ceiling"] is None
+    controls = {name for name, values in found["methods"].items() if values["control"]}
+    assert controls == {"random", "same label", "nearest neighbour (input)", "penultimate cosine", "training loss", "gradient norm"}
+    details = pd.read_parquet(place.folder / "out-lds" / "evaluation_details.parquet")
+    np.testing.assert_allclose(details[details["method"] == "gradient_dot"]["value"], each, atol=1e-9)
+    assert details["query_id"].unique().tolist() == [f"query-{row}" for row in range(QUERIES)]
+
+
+def test_leave_one_out_is_what_numpy_retrains(place: EvaluationWorkplace) -> None:
+    place.section["method"] = {"name": "influence", "damping": 0.0, "weight_decay": DECAY, "curvature": "hessian"}
+    found = place.evaluated("loo")["loo"]
+    points = pd.read_parquet(place.folder / "out-loo" / "evaluation_points.parquet")
+    assert len(points) == 8 * QUERIES
+    whole = place.losses(place.minimum)
+    for name, rows in points.groupby("train_id"):
+        row = int(str(name).removeprefix("row-"))
+        np.testing.assert_allclose(rows["actual"], place.retrained(np.delete(np.arange(ROWS), row)) - whole, rtol=0, atol=1e-8)
+    line = stats.linregress(points["predicted"], points["actual"])
+    assert found["slope"] == pytest.approx(line.slope)
+    assert found["pooled"] == pytest.approx(line.rvalue)
+    assert found["models"] == 9
+    dense = dense_scores(place, place.problem.hessian(place.minimum), np.arange(QUERIES))
+    for name, rows in points.groupby("train_id"):
+        np.testing.assert_allclose(rows["predicted"], dense[int(str(name).removeprefix("row-"))], atol=1e-10)
+
+
+def test_mislabels_are_flipped_trained_on_and_looked_for(place: EvaluationWorkplace) -> None:
+    place.evaluate |= {"flips": 2, "share": 0.2}
+    place.section["method"] = "gradient_dot"
+    found = place.evaluated("mislabel")["mislabel"]
+    losses, norms = [], []
+    for number in range(2):
+        given, flipped = flip(place.arrays["y"], 0.2, np.random.default_rng([0, 6, number]))
+        problem = SoftmaxRegression(place.problem.inputs, given, CLASSES, place.problem.penalty)
+        weights = problem.solve()
+        own = problem.losses(weights, torch.tensor(place.arrays["x"]).double(), torch.tensor(given))
+        losses.append(roc_auc_score(flipped, own))
+        norms.append(roc_auc_score(flipped, loop_of_gradients(linear(weights), place.arrays["x"], given).norm(dim=1).numpy()))
+    assert found["methods"]["training loss"]["auc"] == pytest.approx(np.mean(losses))
+    assert found["methods"]["training loss"]["auc_deviation"] == pytest.approx(np.std(losses, ddof=1))
+    assert found["methods"]["1 - p(label)"]["auc"] == pytest.approx(np.mean(losses))
+    assert found["auc"] == pytest.approx(np.mean(norms))  # the self-influence of gradient dot is the square of the norm
+    assert found["methods"]["gradient norm"]["auc"] == found["auc"]
+    assert "1 - p(label), 5-fold cross-validated" in found["methods"]
+    assert {"EL2N", "margin", "random"} <= set(found["methods"])
+    assert found["models"] == 2 * 6
+
+
+def test_cross_validated_confidence_is_of_models_that_have_not_seen_the_row(place: EvaluationWorkplace) -> None:
+    """Of a network that learns every flip by heart, only what was not seen tells."""
+    random = np.random.default_rng(0)
+    labels = random.integers(0, CLASSES, 60)
+    x = (np.eye(CLASSES, 4)[labels] * 6 + random.normal(size=(60, 4))).astype(np.float32)
+    place.save(x=x, y=labels, uid=np.array([f"row-{row}" for row in range(60)]))
+    place.use_model("def Model():\n    return nn.Sequential(nn.Linear(4, 200), nn.ReLU(), nn.Linear(200, 3))\n")
+    place.section["evaluate"] = {"train": {"epochs": 60, "batch_size": 60, "learning_rate": 0.02}, "flips": 1}
+    found = place.evaluated("mislabel")["mislabel"]["methods"]
+    assert found["1 - p(label), 5-fold cross-validated"]["auc"] > 0.95
+    assert found["random"]["auc"] < 0.9
+
+
+def test_removal_curves_are_what_numpy_retrains(place: EvaluationWorkplace) -> None:
+    place.evaluate |= {"ks": [2, 5], "explained": 3, "methods": ["gradient_cosine"]}
+    found = place.evaluated("removal")["removal"]
+    asked = np.sort(np.random.default_rng([0, 5]).choice(np.arange(QUERIES), 3, replace=False))
+    products, whole = place.products(), place.losses(place.minimum)
+    for entry in found["curve"] if "curve" in found else found["methods"]["gradient_dot"]["curve"]:
+        rises = []
+        for query in asked:
+            left = np.sort(np.argsort(-products[:, query])[entry["removed"] :])
+            rises.append(place.retrained(left)[query] - whole[query])
+        assert entry["rise"] == pytest.approx(np.mean(rises), abs=1e-8)
+    assert set(found["methods"]) == {"gradient_dot", "gradient_cosine", "random", "nearest neighbour (input)"}
+    assert found["models"] <= 1 + 4 * 2 * 3
+
+
+# -- dampings ----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_damping_is_chosen_on_other_subsets_and_other_queries(place: EvaluationWorkplace) -> None:
+    place.section["method"] = {"name": "influence", "weight_decay": DECAY}
+    place.evaluate["tuning"] = {"subsets": 6, "queries": 2, "dampings": [1e-3, 0.1, 10.0]}
+    place.evaluate["methods"] = ["gradient_dot"]
+    content = place.evaluated("lds")
+    found = content["lds"]
+    curve = {entry["damping"]: entry["mean"] for entry in found["tuning"]["influence"]}
+    assert list(curve) == [1e-3, 0.1, 10.0]
+    assert found["damping"] == max(curve, key=lambda damping: curve[damping])
+    assert "gradient_dot" not in found["tuning"]
+    assert found["queries"] == QUERIES - 2
+    assert found["models"] == 12 + 6
+    # By dense algebra: what the chosen damping scores on the queries and subsets that are left, and each on those set aside.
+    drawn = half_subsets_after_choice()
+    outcomes = np.stack([place.retrained(np.flatnonzero(subset)) for subset in drawn])
+    aside = chosen_queries()
+    rest = np.setdiff1d(np.arange(QUERIES), aside)
+    for damping, mean in curve.items():
+        assert mean == pytest.approx(dense_lds(place, damping, drawn[:6], outcomes[:6], aside), abs=1e-9)
+    assert found["mean"] == pytest.approx(dense_lds(place, found["damping"], drawn[6:], outcomes[6:], rest), abs=1e-9)
+
+
+def chosen_queries() -> np.ndarray:
+    return np.sort(np.random.default_rng([0, 3]).choice(QUERIES, 2, replace=False))
+
+
+def half_subsets_after_choice() -> np.ndarray:
+    random = np.random.default_rng([0, 3])
+    random.choice(QUERIES, 2, replace=False)
+    return half_subsets(ROWS, 18, 0.5, random)
+
+
+def dense_lds(place: EvaluationWorkplace, relative: float, drawn: np.ndarray, outcomes: np.ndarray, asked: np.ndarray) -> float:
+    hessian = place.problem.hessian(place.minimum)
+    mean = np.trace(hessian - place.problem.penalty * np.eye(len(hessian))) / len(hessian)
+    scores = dense_scores(place, hessian + relative * mean * np.eye(len(hessian)), asked)
+    found = [stats.spearmanr(drawn @ scores[:, q], -outcomes[:, query]).statistic for q, query in enumerate(asked)]
+    return float(np.mean(found))
+
+
+def dense_scores(place: EvaluationWorkplace, matrix: np.ndarray, asked: np.ndarray) -> np.ndarray:
+    """[n, m]: g_i' matrix^-1 g_q; the matrix is of the weights flattened class by class, as SoftmaxRegression has its Hessian."""
+    model = linear(place.minimum)
+    training = loop_of_gradients(model, place.arrays["x"], place.arrays["y"]).numpy()
+    queries = loop_of_gradients(model, place.queries["x"], place.queries["y"]).numpy()[asked]
+    places = np.arange(len(matrix)).reshape(CLASSES, -1)
+    order = np.concatenate([places[:, :-1].ravel(), places[:, -1]])  # a layer has its weight before its bias
+    return training @ np.linalg.solve(matrix[np.ix_(order, order)], queries.T)
+
+
+def test_a_damping_without_an_inverse_is_no_candidate(place: EvaluationWorkplace) -> None:
+    """Without weight decay the softmax's own directions have no curvature."""
+    place.section["method"] = "influence"
+    place.evaluate |= {"subsets": 3, "tuning": {"subsets": 3, "queries": 2, "dampings": [1e-300, 0.1]}}
+    content = place.evaluated("lds")
+    assert [entry["damping"] for entry in content["lds"]["tuning"]["influence"]] == [0.1]
+    assert any(note.startswith("no candidate for influence: damping 1e-300, as ") for note in content["notes"])
+    place.evaluate["tuning"]["dampings"] = [1e-300]
+    place.influence("--evaluate", "lds", "--overwrite").refused(3, "with none of the candidate dampings influence has scores")
+
+
+def test_as_many_queries_as_there_are_cannot_be_set_aside(place: EvaluationWorkplace) -> None:
+    place.evaluate["tuning"] = {"queries": QUERIES}
+    place.influence("--evaluate", "lds").refused(2, f"sets {QUERIES} of the {QUERIES} queries aside")
+
+
+# -- training ----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_was_stopped_goes_on_and_a_finished_one_trains_nothing(
+    place: EvaluationWorkplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.evaluate["train"]["together"] = 5
+    batches = list[int]()
+    original: Callable[..., Any] = Ensemble.__call__
+
+    def counted(self: Ensemble, jobs: Any) -> Any:
+        if len(batches) == 1:
+            batches.append(-1)
+            raise KeyboardInterrupt
+        batches.append(len(jobs))
+        return original(self, jobs)
+
+    monkeypatch.setattr(Ensemble, "__call__", counted)
+    assert place.influence("--evaluate", "lds").code == 130
+    assert not (place.folder / "out-lds" / "evaluation.json").exists()
+    first = place.evaluated("lds", "--overwrite")
+    assert batches == [5, -1, 5, 2]
+    again = place.evaluated("lds", "--overwrite")
+    assert batches == [5, -1, 5, 2]
+    assert again == first
+    place.evaluate["train"]["weight_decay"] = 2 * DECAY
+    assert place.evaluated("lds", "--overwrite") != first
+    assert batches == [5, -1, 5, 2, 5, 5, 2]
+
+
+def test_models_may_be_trained_by_a_function_of_ones_own(place: EvaluationWorkplace) -> None:
+    (place.folder / "own.py").write_text("import torch\nfrom torch import nn\n\n\n" + OWN)
+    place.section["evaluate"] = {"train": "own.py:train", "subsets": 5, "seeds": 2}
+    found = place.evaluated("lds")["lds"]
+    assert found["models"] == 10
+    assert found["ceiling"] is not None
+    shards = sorted((place.folder / "out-lds" / "retrained").iterdir())
+    place.section["evaluate"]["subsets"] = 5
+    (place.folder / "own.py").write_text("import torch\nfrom torch import nn\n\n\n" + OWN.replace("lr=0.1", "lr=0.2"))
+    assert place.evaluated("lds", "--overwrite")["lds"]["mean"] != found["mean"]
+    assert len(sorted((place.folder / "out-lds" / "retrained").iterdir())) == 2 * len(shards)
+
+
+def test_weights_that_do_not_depend_on_the_seed_are_told(place: EvaluationWorkplace) -> None:
+    place.evaluate["subsets"] = 3
+    assert not any("whatever the seed" in note for note in place.evaluated("lds")["notes"])
+    place.use_model("def Model():\n    torch.manual_seed(0)\n    return nn.Linear(4, 3)\n")
+    assert any("whatever the seed" in note for note in place.evaluated("lds", "--overwrite")["notes"])
+
+
+# -- methods and refusals --------------------------------------------------------------------------------------------------------------
+
+
+def test_methods_of_one_name_are_told_apart_and_one_without_scores_is_left_out(place: EvaluationWorkplace) -> None:
+    place.section["method"] = {"name": "influence", "weight_decay": DECAY}
+    place.evaluate["subsets"] = 3
+    place.evaluate["methods"] = [
+        {"name": "influence", "weight_decay": DECAY, "damping": 1.0},
+        "gradient_cosine",
+        {"name": "influence", "damping": 0.0},
+    ]
+    content = place.evaluated("lds")
+    names = [name for name, values in content["lds"]["methods"].items() if not values["control"]]
+    assert names == [f"influence (weight_decay {DECAY})", f"influence (damping 1.0, weight_decay {DECAY})", "gradient_cosine"]
+    assert content["method"] == names[0]
+    assert any(note.startswith("left out: influence (damping 0.0), as ") for note in content["notes"])
+    assert content["lds"]["methods"]["gradient_cosine"]["ahead"] == pytest.approx(
+        content["lds"]["mean"] - content["lds"]["methods"]["gradient_cosine"]["mean"]
+    )
+
+
+def test_a_method_without_scores_of_its_own_ends_the_run(place: EvaluationWorkplace) -> None:
+    place.section["method"] = {"name": "influence", "damping": 0.0}
+    place.influence("--evaluate", "lds").refused(3, "damping")
+
+
+def test_labels_are_needed_to_flip(place: EvaluationWorkplace) -> None:
+    place.config["loss"] = "mse"
+    place.save(y=place.arrays["x"][:, 0])
+    place.save_queries(y=place.queries["x"][:, 0])
+    place.use_model("def Model():\n    return nn.Linear(4, 1)\n")
+    place.influence("--evaluate", "mislabel").refused(2, "flips labels, and the targets of this config are none")
+
+
+def test_more_removals_than_examples_are_refused(place: EvaluationWorkplace) -> None:
+    place.evaluate["ks"] = [ROWS]
+    place.influence("--evaluate", "removal").refused(2, f"has {ROWS}, and there are {ROWS} training examples")
+
+
+def test_queries_may_be_fewer(place: EvaluationWorkplace) -> None:
+    place.evaluate |= {"queries": 2, "subsets": 3}
+    assert place.evaluated("lds")["lds"]["queries"] == 2
