@@ -99,7 +99,6 @@ def screened_rows(store: GradientIndex) -> list[Screened]:
     """What an index knows of each training example, checkpoint by checkpoint."""
     found = []
     for number in range(store.description["checkpoints"]):
-        blocks = [(block.finite, block.loss, block.square_norm) for block in StoredRows(store, number).blocks()]
-        finite, losses, squares = (torch.cat(parts) for parts in zip(*blocks, strict=True))
-        found.append(Screened(finite, losses.numpy(), squares.sqrt().numpy(), {}))
+        losses, squares = StoredRows(store, number).losses_and_square_norms()
+        found.append(Screened(squares.isfinite(), losses.numpy(), squares.sqrt().numpy(), {}))
     return found

@@ -95,6 +95,9 @@ def test_self_influences_are_of_whole_gradients(tmp_path: Path) -> None:
     store = built(tmp_path, IndexSpec(dimension=4, features="margin"), training)
     (block,) = from_index(GradientDot(), store).fit(training, Checkpoint()).self_influence()
     torch.testing.assert_close(block.self_influence, training.materialise().square().sum(1), rtol=1e-10, atol=0)
+    (scaled,) = from_index(TracIn(), store).fit(training, Checkpoint(learning_rate=0.25)).self_influence()
+    torch.testing.assert_close(scaled.self_influence, block.self_influence / 4, rtol=1e-15, atol=0)
+    torch.testing.assert_close(scaled.preconditioned_norm, block.self_influence.sqrt() / 4, rtol=1e-15, atol=0)
     (_, norms), *_ = training.norms()
     for kept, expected in zip(StoredRows(store, 0).losses_and_square_norms(), (norms["loss"], norms["square_norm"]), strict=True):
         torch.testing.assert_close(kept, expected, rtol=1e-10, atol=1e-14)
