@@ -1,0 +1,177 @@
+"""What an evaluation prints, draws and writes as JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from psgrad.reports.evaluation import write_evaluation
+from psgrad.reports.evaluation_plots import evaluation_plots
+from psgrad.results.evaluation import EvaluationResult, evaluation_content
+
+UNIT = "rise of the query's loss, in nats"
+
+
+def lds_result(**changes: Any) -> EvaluationResult:
+    names, control = ["influence", "gradient_dot", "same [red] label"], [False, False, True]
+    table = pd.DataFrame(
+        {
+            "method": names,
+            "control": control,
+            "mean": [0.58, 0.15, 0.14],
+            "low": [0.57, 0.14, 0.13],
+            "high": [0.59, 0.16, 0.15],
+            "ahead": [np.nan, 0.43, 0.44],
+            "ahead_low": [np.nan, 0.42, 0.43],
+            "ahead_high": [np.nan, 0.44, 0.45],
+            "undefined": [0, 0, 3],
+            "damping": [0.1, np.nan, np.nan],
+        }
+    )
+    facts = {
+        **{"subsets": 100, "fraction": 0.5, "seeds": 3, "queries": 300, "models": 390},
+        **{"ceiling": 0.958, "single_seed": 0.79, "reliability": 0.918},
+    }
+    content: dict[str, Any] = {
+        "kind": "lds",
+        "method": "influence",
+        "table": table,
+        "facts": facts,
+        "details": pd.DataFrame(),
+        "unit": UNIT,
+        "folder": Path("runs/x-lds"),
+        "curves": {"influence": {0.01: 0.5, 0.1: 0.6}},
+        "notes": ["left out: tracin, as \x1b[31mit is"],
+    }
+    return EvaluationResult(**{**content, **changes})
+
+
+def loo_result() -> EvaluationResult:
+    numbers = [0.9997, 0.999, 0.9999, 0.99, 1.057, 1e-5, 0.9996]
+    columns = ["pearson", "low", "high", "spearman", "slope", "intercept", "pooled"]
+    rows = [
+        {"method": "influence", "control": False, **dict(zip(columns, numbers, strict=True)), "undefined": 0},
+        {"method": "random", "control": True, **dict.fromkeys(columns, np.nan), "undefined": 4},
+    ]
+    facts = {
+        **{"removals": 2, "highest": 1, "seeds": 1, "queries": 2, "models": 3},
+        **{"ceiling": None, "single_seed": None, "reliability": None},
+    }
+    points = pd.DataFrame({"train_id": ["a", "b"], "query_id": ["q", "q"], "predicted": [0.1, -0.2], "actual": [0.11, -0.19]})
+    return lds_result(kind="loo", table=pd.DataFrame(rows), facts=facts, points=points, curves={})
+
+
+def mislabel_result() -> EvaluationResult:
+    columns = ["auc", "auc_deviation", "average_precision", "average_precision_deviation", "recall", "recall_deviation"]
+    rows = [
+        {"method": "influence", "control": False, **dict.fromkeys(columns, 0.5), "undefined": 0},
+        {"method": "loss", "control": True, **dict.fromkeys(columns, 0.25), "auc_deviation": np.nan, "undefined": 0},
+    ]
+    return lds_result(kind="mislabel", table=pd.DataFrame(rows), facts={"flips": 5, "share": 0.1, "models": 30}, curves={})
+
+
+def removal_result() -> EvaluationResult:
+    lead = ["ahead", "ahead_low", "ahead_high"]
+    rows = [
+        {"method": name, "control": control, "removed": k, "rise": rise * k, "low": 0.0, "high": rise * k * 2}
+        | dict(zip(lead, [1.0, 0.5, 1.5] if control else [np.nan] * 3, strict=True))
+        for name, control, rise in (("random", True, 0.01), ("influence", False, 0.03))
+        for k in (10, 50)
+    ]
+    return lds_result(kind="removal", table=pd.DataFrame(rows), facts={"queries": 20, "seeds": 5, "models": 900}, curves={})
+
+
+RESULTS = {"lds": lds_result, "loo": loo_result, "mislabel": mislabel_result, "removal": removal_result}
+
+
+def printed(result: EvaluationResult, style: str = "terminal") -> str:
+    stream = io.StringIO()
+    write_evaluation(result, style, stream)
+    return stream.getvalue()
+
+
+def test_the_table_has_the_best_first_with_intervals_leads_and_the_ceiling() -> None:
+    lines = printed(lds_result()).splitlines()
+    rows = [line.split()[0] for line in lines if line.startswith(("influence", "gradient_dot", "same"))]
+    assert rows == ["influence", "gradient_dot", "same"]
+    text = "\n".join(lines)
+    for words in (
+        "390 models: 100 subsets of 50% of the rows, 3 seeds each",
+        f"300, each by the {UNIT}",
+        "best reachable 0.958 (one seed agrees with another to 0.790",
+        "lead of influence",
+        "0.570 to 0.590",
+        "0.1 x mean",
+        "same [red] label (control)",
+        "runs/x-lds",
+    ):
+        assert words in text
+    assert "\x1b" not in text  # no escape sequence of a note reaches the terminal
+
+
+def test_the_tables_of_the_other_kinds() -> None:
+    loo = printed(loo_result())
+    assert "not known" in loo
+    assert "1.0570" in loo
+    assert "0.500 ± 0.500" in printed(mislabel_result())
+    assert printed(mislabel_result()).split("loss (control)")[1].split()[:3] == ["0.250", "0.250", "±"]  # one set of flips has no deviation
+    removal = [line.split() for line in printed(removal_result()).splitlines() if line.startswith(("influence", "random"))]
+    assert [row[0] for row in removal] == ["influence", "influence", "random", "random"]
+    assert [row[1] for row in removal[:2]] == ["10", "50"]
+
+
+@pytest.mark.parametrize("kind", list(RESULTS))
+def test_json_has_the_configs_method_by_flat_names_and_every_method_by_its_own(kind: str) -> None:
+    content = json.loads(printed(RESULTS[kind](), "json"))
+    found = content[kind]
+    assert (content["kind"], content["method"], content["unit"]) == (kind, "influence", UNIT)
+    mine = found["methods"]["influence"]
+    assert mine.pop("control") is False
+    assert {name: found[name] for name in mine} == mine
+    expected = {"lds": "mean", "loo": "slope", "mislabel": "auc", "removal": "curve"}[kind]
+    assert found[expected] is not None
+
+
+def test_names_of_json() -> None:
+    lds = evaluation_content(lds_result())["lds"]
+    assert (lds["mean"], lds["interval"], lds["ceiling"], lds["damping"]) == (0.58, [0.57, 0.59], 0.958, 0.1)
+    assert lds["methods"]["gradient_dot"]["ahead_interval"] == [0.42, 0.44]
+    assert lds["methods"]["influence"]["ahead"] is None
+    assert isinstance(lds["methods"]["gradient_dot"]["undefined"], int)
+    assert lds["tuning"] == {"influence": [{"damping": 0.01, "mean": 0.5}, {"damping": 0.1, "mean": 0.6}]}
+    loo = evaluation_content(loo_result())["loo"]
+    assert (loo["pearson"], loo["slope"], loo["methods"]["random"]["slope"], loo["ceiling"]) == (0.9997, 1.057, None, None)
+    curve = evaluation_content(removal_result())["removal"]["curve"]
+    assert [entry["removed"] for entry in curve] == [10, 50]
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("lds", ["evaluation", "tuning"]),
+        ("loo", ["evaluation", "predicted_and_actual"]),
+        ("mislabel", ["evaluation"]),
+        ("removal", ["evaluation"]),
+    ],
+)
+def test_figures(kind: str, names: list[str]) -> None:
+    plots = evaluation_plots(RESULTS[kind]())
+    assert [plot.name for plot in plots] == names
+    assert all(plot.png(40).startswith(b"\x89PNG") for plot in plots)
+
+
+def test_intervals_and_ceiling_are_drawn_where_they_are() -> None:
+    axes = evaluation_plots(lds_result())[0].figure.axes[0]
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["influence", "gradient_dot", "same [red] label (control)"]
+    bars = [line.get_xdata() for line in axes.lines if len(np.unique(line.get_xdata())) == 2]
+    np.testing.assert_allclose(bars, [[0.57, 0.59], [0.14, 0.16], [0.13, 0.15]])
+    assert any(np.allclose(line.get_xdata(), 0.958) for line in axes.lines)
+    drawn = evaluation_plots(loo_result())[1].figure.axes[0].lines
+    np.testing.assert_allclose(drawn[0].get_xdata(), [0.1, -0.2])
+    np.testing.assert_allclose(drawn[2].get_ydata(), [1e-5 - 1.057 * 0.2, 1e-5 + 1.057 * 0.1])
