@@ -23,10 +23,31 @@ from tests.engine.influence.problems import cross_entropy, examples, squared_err
 N, CLASSES, DECAY = 19, 4, 0.3
 
 
+class Transposed(nn.Module):
+    """A linear layer whose weight is stored inputs first."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inputs, outputs) / inputs**0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
 def image_model() -> nn.Module:
-    """All that rows may look like: convolutions, products of one position, a bias, a weight that rows share no factor of."""
+    """All that rows may look like: of a convolution, of products of two positions and of one, either way round, of a bias."""
     return nn.Sequential(
-        nn.Conv2d(1, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, CLASSES)
+        nn.Conv2d(1, 3, 3),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Unflatten(1, (2, 6)),
+        nn.Linear(6, 6),
+        nn.LayerNorm(6),
+        nn.Tanh(),
+        nn.Flatten(),
+        Transposed(12, 5),
+        nn.Tanh(),
+        nn.Linear(5, CLASSES),
     ).double()
 
 
@@ -150,7 +171,9 @@ def test_rows_that_share_a_factor_keep_it_once() -> None:
     found = by_rows(training, "gauss_newton")
     assert isinstance(found, RowProducts)
     forms = {name: part.form for name, part in found.chunks[0].items()}
-    assert {name for name, form in forms.items() if form != "written"} == {"3.weight", "6.weight"}
+    shared = {name: form for name, form in forms.items() if form != "written"}
+    assert shared == {"4.weight": "shared left", "8.weight": "shared right", "10.weight": "shared left"}
+    assert forms["0.weight"] == "written"
 
 
 def test_what_does_not_fit_in_memory_is_multiplied_by_passes(monkeypatch: pytest.MonkeyPatch) -> None:
