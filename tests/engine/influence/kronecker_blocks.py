@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from psgrad.engine.influence.curvature.kronecker import Block
+from psgrad.engine.influence.flat import Flat
 from tests.engine.influence.problems import gradient_rows
 
 
@@ -113,3 +115,28 @@ def _factors(seen: list[tuple[torch.Tensor, torch.Tensor]], module: Any, group: 
         left.append(cotangent)
     one, other = (torch.cat(parts).numpy() for parts in (left, right))
     return one.T @ one, other.T @ other
+
+
+class Tied(nn.Module):
+    """An embedding that is the head's weight as well, and a packed projection that is used in slices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(7, 4)
+        self.packed = nn.Parameter(torch.randn(8, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.table(x)
+        h = torch.tanh(F.linear(h, self.packed[:4])) * F.linear(h, self.packed[4:])
+        return (h @ self.table.weight.t()).mean(1)
+
+
+def dense(blocks: list[Block], flat: Flat) -> np.ndarray:
+    """[p, p]: psgrad's own blocks, applied to the unit vectors."""
+    total = torch.zeros(flat.size, flat.size, dtype=torch.float64)
+    for block in blocks:
+        vectors = flat.split(torch.eye(flat.size, dtype=torch.float64))
+        found = block.basis.vectors(block.basis.rotate_back(block.basis.rotate(block.basis.matrices(vectors)) * block.values))
+        total += flat.join({name: found.get(name, torch.zeros_like(value)) for name, value in vectors.items()})
+    return total.numpy()

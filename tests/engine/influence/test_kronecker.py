@@ -11,8 +11,8 @@ from torch import nn
 from psgrad.engine.influence.curvature.kronecker import fisher_rows, fit_blocks
 from psgrad.engine.influence.curvature.kronecker.blocks import Block
 from psgrad.engine.influence.curvature.rows import gauss_newton_rows
-from psgrad.engine.influence.examples import Examples
 from psgrad.errors import InfluenceError
+from tests.engine.influence.kronecker_blocks import Tied, dense
 from tests.engine.influence.problems import classified, cross_entropy, examples, gauss_newton, gradient_rows, mlp, squared_error
 
 
@@ -30,32 +30,6 @@ class Bare(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = torch.tanh(x @ self.w + self.b) * self.scale + self.shift
         return self.head(torch.tanh(self.twice(torch.tanh(self.twice(h)))))
-
-
-class Tied(nn.Module):
-    """An embedding that is the head's weight as well, and a packed projection that is used in slices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table = nn.Embedding(7, 4)
-        self.packed = nn.Parameter(torch.randn(8, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.table(x)
-        h = torch.tanh(F.linear(h, self.packed[:4])) * F.linear(h, self.packed[4:])
-        return (h @ self.table.weight.t()).mean(1)
-
-
-def dense(blocks: list[Block], rows: Examples) -> np.ndarray:
-    """[p, p]: the blocks applied to the unit vectors."""
-    flat = rows.flat
-    total = torch.zeros(flat.size, flat.size, dtype=torch.float64)
-    for block in blocks:
-        vectors = flat.split(torch.eye(flat.size, dtype=torch.float64))
-        found = block.basis.vectors(block.basis.rotate_back(block.basis.rotate(block.basis.matrices(vectors)) * block.values))
-        total += flat.join({name: found.get(name, torch.zeros_like(value)) for name, value in vectors.items()})
-    return total.numpy()
 
 
 def described(blocks: list[Block]) -> dict[str, str]:
@@ -99,6 +73,21 @@ def test_a_tied_table_is_one_matrix_and_slices_of_a_packed_weight_have_blocks_of
     }
 
 
+def test_slices_that_overlap_have_no_bases() -> None:
+    """Though they have as many elements as the weight."""
+
+    class Overlapping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(6, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([torch.tanh(F.linear(x, self.w[:4])), F.linear(x, self.w[2:4])], 1)
+
+    inputs, labels = classified(9, (4,))
+    assert described(fit_blocks(examples(Overlapping().double(), cross_entropy, inputs, labels), 9)) == {"w": "diagonal"}
+
+
 def test_a_tied_table_has_the_basis_of_all_its_uses() -> None:
     """Against the factors of both uses, by hooks: counts and the head's cotangents on the left, cotangents of rows and the head's input on
     the right."""
@@ -129,7 +118,7 @@ def test_squared_error_of_one_layer_has_its_gauss_newton_matrix() -> None:
     training = examples(model, squared_error, inputs, targets)
     blocks = fit_blocks(gauss_newton_rows(training), 20)
     expected = gauss_newton(model, squared_error, inputs, targets) / 20
-    assert np.abs(dense(blocks, training) - expected).max() < 1e-11 * np.abs(expected).max()
+    assert np.abs(dense(blocks, training.flat) - expected).max() < 1e-11 * np.abs(expected).max()
 
 
 def test_one_sample_of_layers_with_one_position_has_its_blocks_of_the_gauss_newton_matrix() -> None:
@@ -137,7 +126,7 @@ def test_one_sample_of_layers_with_one_position_has_its_blocks_of_the_gauss_newt
     model = mlp()
     training = examples(model, cross_entropy, inputs, labels)
     expected = gauss_newton(model, cross_entropy, inputs, labels)
-    found = dense(fit_blocks(gauss_newton_rows(training), 1), training)
+    found = dense(fit_blocks(gauss_newton_rows(training), 1), training.flat)
     for owner in ("0", "2"):
         own = np.r_[training.flat.columns[f"{owner}.weight"], training.flat.columns[f"{owner}.bias"]]
         assert np.abs((found - expected)[np.ix_(own, own)]).max() < 1e-12 * np.abs(expected).max()
@@ -150,7 +139,7 @@ def test_a_block_without_factors_is_the_second_moment_of_its_gradients() -> None
     rows = gradient_rows(model, cross_entropy, inputs, labels)
     own = training.flat.columns["scale"]
     expected = rows[:, own].T @ rows[:, own] / 9
-    assert np.abs(dense(fit_blocks(training, 9), training)[own, own] - expected).max() < 1e-13
+    assert np.abs(dense(fit_blocks(training, 9), training.flat)[own, own] - expected).max() < 1e-13
 
 
 def test_sampled_rows_have_the_gauss_newton_matrix_as_their_mean() -> None:
