@@ -14,7 +14,7 @@ from psgrad.engine.influence.damping import Damping
 from psgrad.engine.influence.examples import Examples
 from psgrad.engine.influence.flat import Vectors, as_gradients
 from psgrad.engine.influence.method import Checkpoint, Fitted, Method, Per, Preconditioned, ScoreBlock, SelfBlock, labelled
-from psgrad.errors import InfluenceError
+from psgrad.errors import ConfigError, InfluenceError
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,10 @@ class EKFAC(Method):
     relative_damping: float = 0.1
     weight_decay: float = 0.0
 
+    def __post_init__(self) -> None:
+        if self.draws < 1:
+            raise ConfigError(f"draws is {self.draws}", expected="at least one sampled row for each training example")
+
     def fit(self, training: Examples, checkpoint: Checkpoint) -> Fitted:
         blocks = fit_blocks(self._rows(training), len(training))
         fitted = KroneckerFactored(training, blocks, self.weight_decay, Damping(self.damping, self.relative_damping))
@@ -53,10 +57,6 @@ class EKFAC(Method):
         if self.fisher == "empirical":
             return training
         return fisher_rows(training, self.draws if self.fisher == "sampled" else None, self.seed)
-
-    def __post_init__(self) -> None:
-        if self.draws < 1:
-            raise InfluenceError(f"draws is {self.draws}", expected="at least one sampled row for each training example")
 
 
 class KroneckerFactored(Preconditioned):
@@ -92,16 +92,16 @@ class KroneckerFactored(Preconditioned):
         precision = torch.finfo(self.training.stream.dtype).eps
         if not smallest > precision * largest:
             mean = self.means[block.label]
+            cause, next_step = "no training example has a gradient in this layer", "leave it out of `parameters`"
+            if mean:
+                cause = "directions that no training example's gradient has"
+                next_step = f"set method.damping: {0.1 * mean:.3g}, a tenth of the mean eigenvalue"
             raise InfluenceError(
                 f"the curvature of {block.label} has no inverse: with a damping of {self.damping[block.label]:.3g} its eigenvalues "
                 f"go from {smallest:.3g} to {largest:.3g}",
                 expected=f"all of them above {precision * largest:.3g}",
-                cause="no training example has a gradient in this layer"
-                if not mean
-                else "directions that no training example's gradient has",
-                next_step=f"set method.damping: {0.1 * mean:.3g}, a tenth of the mean eigenvalue"
-                if mean
-                else "leave it out of `parameters`",
+                cause=cause,
+                next_step=next_step,
             )
         return 1 / (values * len(self.training))
 

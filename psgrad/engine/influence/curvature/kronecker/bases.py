@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -146,8 +145,3 @@ def _both_sides(matrices: torch.Tensor, left: torch.Tensor | None, right: torch.
     """left^T M right."""
     found = _times(matrices, right)
     return found if left is None else _times(found.transpose(2, 3), left).transpose(2, 3)
-
-
-def numbers(basis: Basis) -> int:
-    """How many numbers the block has."""
-    return math.prod(basis.size)
