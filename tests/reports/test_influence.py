@@ -168,7 +168,9 @@ def test_results_without_targets_or_self_influence_are_reported() -> None:
 
 def test_the_page_is_small_with_the_largest_inputs() -> None:
     found = result(200, 10, inputs="large", class_names=["c" * 5000] * 10, facts=[{f"fact {i}": "f" * 9999 for i in range(999)}])
-    assert _pictures(_page(found)) == 6 + 7 * 12
+    page = _page(found)
+    assert _pictures(page) == 6 + 7 * 12
+    assert page.tags.count("dt") < 60
     text = TopSample(0, text="ü" * 10**6)
     _page(replace(found, training_inputs=dict.fromkeys(found.training_inputs, text), query_inputs=dict.fromkeys(range(6), text)))
 

@@ -81,12 +81,25 @@ def test_distributions_have_each_querys_strongest_on_its_row() -> None:
     assert f"{helping:.0%}" in _words(axes.figure)  # type: ignore[arg-type]
 
 
-def test_no_score_is_off_the_axis_of_distributions() -> None:
-    found = result(scores=np.linspace(-1, 5, 600).reshape(2, 300), m=2)
-    (axes,) = score_distributions(found).figure.axes
+def test_no_score_is_off_the_axis_of_distributions_and_most_are_about_its_linear_part() -> None:
+    scores = np.concatenate([np.linspace(-1, 1, 590), np.linspace(10, 500, 10)]).reshape(2, 300)
+    (axes,) = score_distributions(result(scores=scores, m=2, nonfinite=0)).figure.axes
     low, high = axes.get_xlim()
     assert low < -1
-    assert high > 5
+    assert high > 500
+    assert 0.1 < axes.xaxis.get_transform().linthresh < 1.1  # type: ignore[attr-defined]
+
+
+def test_ridges_are_high_where_the_scores_are() -> None:
+    scores = np.array([[-2.0] * 9 + [1.0] * 4 + [3.0]])
+    (axes,) = score_distributions(result(14, 1, scores=scores, nonfinite=0)).figure.axes
+    heights = {
+        round(float(x), 3): -float(y) for each in axes.collections for path in each.get_paths() for x, y in path.vertices if y < 0
+    }  # x of a bin's edge -> height above row 0
+    assert set(np.round(list(heights.values()), 6)) == {0.8, round(0.8 * np.sqrt(4 / 9), 6), round(0.8 * np.sqrt(1 / 9), 6)}
+    for score, height in ((-2.0, 0.8), (1.0, 0.8 * np.sqrt(4 / 9)), (3.0, 0.8 * np.sqrt(1 / 9))):
+        edges = [edge for edge, found in heights.items() if found == pytest.approx(height)]
+        assert min(edges) <= score <= max(edges)
 
 
 def test_dots_on_the_cumulative_curves_are_the_carriers() -> None:

@@ -99,7 +99,7 @@ def test_figures_render_without_warnings_and_leave_matplotlib_as_it_was() -> Non
 
 def test_reports_load_neither_torch_nor_pyplot() -> None:
     script = (
-        "import sys, psgrad.reports.write, psgrad.reports.terminal, psgrad.reports.privacy_plots; "
+        "import sys, psgrad.reports.write, psgrad.reports.terminal, psgrad.reports.privacy_plots, psgrad.reports.influence; "
         "print([n for n in ('torch', 'matplotlib.pyplot') if n in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.strip() == "[]"
