@@ -156,13 +156,12 @@ class Shared(Part):
         total.addmm_(shared.flatten(0, 1).t(), moved.reshape(n * positions, -1))
 
     def diagonal(self) -> torch.Tensor:
-        a, b = self._sizes
         if self.own.shape[2] == 1:
             total = self.own.squeeze(2).double().square().sum(1).t() @ self.shared.squeeze(1).double().square()
-            return total.t() if self.transposed else total
-        total = self.own.new_zeros(a, b, dtype=torch.float64)
-        for own, shared in zip(self.own, self.shared, strict=True):
-            total += torch.matmul(own.double().transpose(1, 2), shared.double()).square().sum(0)
+        else:
+            total = self.own.new_zeros(self._sizes, dtype=torch.float64)
+            for own, shared in zip(self.own, self.shared, strict=True):
+                total += torch.matmul(own.double().transpose(1, 2), shared.double()).square().sum(0)
         return total.t() if self.transposed else total
 
     def alive(self) -> torch.Tensor:
