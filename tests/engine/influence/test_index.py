@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -201,15 +202,18 @@ def test_a_killed_build_goes_on_where_it_was(tmp_path: Path) -> None:
     assert nothing == []
 
 
-def test_a_shard_that_was_lost_is_made_again(tmp_path: Path) -> None:
-    training, queries = both(network())
-    store = built(tmp_path, EXACT, training)
+def test_shards_that_were_lost_are_made_again_and_no_others(tmp_path: Path) -> None:
+    training, queries = both(network(), chunk_size=2)
+    store = built(tmp_path, replace(EXACT, rows_per_shard=2), training)
     before = by_index(GradientDot(), store, queries)
-    store.file(0, 1).unlink()
-    loads: list[int] = []
-    build_index(store, lambda number: loads.append(number) or training)  # type: ignore[func-returns-value]
+    times = {path: path.stat().st_mtime_ns for path in (store.file(0, 1), store.file(0, 3))}
+    store.file(0, 0).unlink()
+    store.file(0, 2).unlink()
+    reads: list[tuple[int, int]] = []
+    build_index(store, lambda number: counting(training, lambda *rows: reads.append(rows)))
     torch.testing.assert_close(by_index(GradientDot(), GradientIndex.open(tmp_path), queries), before, rtol=0, atol=0)
-    assert loads == [0]
+    assert {path: path.stat().st_mtime_ns for path in times} == times
+    assert max(reads) <= (6, 8)  # at most one chunk is read ahead
 
 
 def test_progress_counts_the_rows_of_all_checkpoints(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def build_index(
 def _by_shard(
     examples: Examples, projector: Projector, of: Of, shards: Sequence[range], wanted: Sequence[int]
 ) -> Iterator[tuple[int, list[RowBlock]]]:
-    """Each wanted shard's rows. Shards are missing at the end, where a run was killed, so that one pass goes over the rest."""
+    """Each wanted shard's rows, in one pass from the first to the last of them: where a run was killed all the rest is missing."""
     held: list[RowBlock] = []
     shard = wanted[0]
     for found in projected_rows(examples, projector, of, shards[shard].start):
@@ -64,4 +64,6 @@ def _by_shard(
             if here.stop == shards[shard].stop:
                 if shard in wanted:
                     yield shard, held
+                if shard == wanted[-1]:
+                    return
                 held, shard = [], shard + 1
