@@ -312,8 +312,12 @@ def test_methods_of_one_name_are_told_apart_and_one_without_scores_is_left_out(p
 
 
 def test_a_method_without_scores_of_its_own_ends_the_run(place: EvaluationWorkplace) -> None:
+    """And nothing of an earlier one is left that could be taken for its own."""
+    place.evaluate["subsets"] = 3
+    place.evaluated("lds")
     place.section["method"] = {"name": "influence", "damping": 0.0}
-    place.influence("--evaluate", "lds").refused(3, "damping")
+    place.influence("--evaluate", "lds", "--overwrite").refused(3, "damping")
+    assert sorted(path.name for path in (place.folder / "out-lds").iterdir()) == ["manifest.json", "retrained"]
 
 
 def test_labels_are_needed_to_flip(place: EvaluationWorkplace) -> None:

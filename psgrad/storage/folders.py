@@ -28,6 +28,7 @@ OWN_ENTRIES = (
     *(SHARDS, "plots", "report.html"),
     *("samples.parquet", "samples.csv", "parameters.parquet"),
     *("scores.parquet", "scores.csv", "self_influence.parquet", "queries.parquet", "matrix.safetensors"),
+    *("evaluation.json", "evaluation.csv", "evaluation_details.parquet", "evaluation_points.parquet"),
     *(PUBLIC, PRIVATE, CHECKPOINT),
 )
 

@@ -80,11 +80,11 @@ def lds(scores: Mapping[str, Array], subsets: Array, outcomes: Array, main: str,
     return {
         name: LDSScore(
             means[name],
-            interval_of(resampled[name]),
+            interval_of(means[name], resampled[name], limit=1),
             int(np.isnan(values).sum()),
             values,
             None if name == main else means[main] - means[name],
-            None if name == main else interval_of(resampled[main] - resampled[name]),
+            None if name == main else interval_of(means[main] - means[name], resampled[main] - resampled[name]),
         )
         for name, values in per_query.items()
     }

@@ -56,7 +56,7 @@ def leave_one_out(scores: Mapping[str, Array], removed: Array, rises: Array, see
         line = linregress(flat[known], rises.ravel()[known]) if varies else None
         found[name] = LOOScore(
             pearson=_mean(per_query),
-            interval=interval_of(np.nan_to_num(pearson_of_resamples(predicted, rises, counts)).mean(1)),
+            interval=interval_of(_mean(per_query), np.nan_to_num(pearson_of_resamples(predicted, rises, counts)).mean(1), limit=1),
             spearman=_mean(spearman(predicted, rises)),
             slope=float(line.slope) if line else float("nan"),
             intercept=float(line.intercept) if line else float("nan"),

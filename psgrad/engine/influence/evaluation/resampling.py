@@ -25,15 +25,20 @@ def drawn_counts(items: int, seed: int, resamples: int = RESAMPLES) -> Array:
     return np.random.default_rng(seed).multinomial(items, np.full(items, 1 / items), size=resamples).astype(np.float64)
 
 
-def interval_of(distribution: Array) -> Interval:
-    """The percentile interval of bootstrap values, at the confidence of this module."""
+def interval_of(estimate: float, distribution: Array, limit: float = np.inf) -> Interval:
+    """The basic bootstrap interval of an estimate at the confidence of this module, cut off at -limit and limit.
+
+    Davison and Hinkley, "Bootstrap Methods and their Application" (1997), section 5.2.1. Ranks of a resample agree less than those of the
+    sample, as the sample's do less than those of the population: the percentile interval would be shifted by this twice, and miss the
+    truth four times in ten where scores are good.
+    """
     low, high = np.quantile(distribution, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    return float(low), float(high)
+    return max(float(2 * estimate - high), -limit), min(float(2 * estimate - low), limit)
 
 
 def mean_interval(values: Array, seed: int) -> Interval:
     """Of a mean of [k] values."""
-    return interval_of(drawn_counts(len(values), seed) @ values / len(values))
+    return interval_of(float(values.mean()), drawn_counts(len(values), seed) @ values / len(values))
 
 
 def spearman(x: Array, y: Array) -> Array:
