@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from psgrad.errors import InfluenceError
+from psgrad.errors import ConfigError, InfluenceError
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Damping:
     def __post_init__(self) -> None:
         for name, value in (("damping", self.absolute), ("relative_damping", self.relative)):
             if value is not None and not (value >= 0 and math.isfinite(value)):
-                raise InfluenceError(
+                raise ConfigError(
                     f"{name} is {value}", expected="a number that is not negative: it is added to every eigenvalue of the curvature"
                 )
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from psgrad.engine.influence.damping import Damping
 from psgrad.engine.influence.methods.influence import Influence
 from psgrad.engine.influence.solvers.exact import Inverse
-from psgrad.errors import InfluenceError
+from psgrad.errors import ConfigError, InfluenceError
 from tests.engine.influence import problems
 from tests.engine.influence.problems import classified, cross_entropy, examples, gauss_newton, gradient_rows, mlp
 from tests.engine.influence.runs import fit, layer_scores, scores, self_influence
@@ -152,9 +152,9 @@ def test_curvature_that_is_not_finite_is_refused() -> None:
 
 
 def test_damping_is_never_negative_nor_taken_from_negative_curvature() -> None:
-    with pytest.raises(InfluenceError, match=r"damping is -0\.1"):
+    with pytest.raises(ConfigError, match=r"damping is -0\.1"):
         Damping(-0.1)
-    with pytest.raises(InfluenceError, match="relative_damping is nan"):
+    with pytest.raises(ConfigError, match="relative_damping is nan"):
         Damping(None, float("nan"))
     with pytest.raises(InfluenceError, match=r"the curvature's mean eigenvalue is -2, so no damping can be taken from it"):
         Damping().resolve(-2.0)
@@ -167,9 +167,14 @@ def test_options_that_do_not_go_together_are_refused_in_words() -> None:
         ({"curvature": "fisher", "leverage": True}, "curvature is fisher"),
         ({"solver": "newton"}, "solver is 'newton'"),
         ({"curvature": "kfac"}, "curvature is 'kfac'"),
+        ({"change": "loss"}, "change is 'loss'"),
+        ({"rank": 0}, "rank 0"),
+        ({"tolerance": 0.0}, r"tolerance 0\.0"),
+        ({"iterations": 0}, "iterations 0"),
+        ({"damping": -1.0}, r"damping is -1\.0"),
         ({"weight_decay": -1.0}, r"weight_decay is -1\.0"),
     ):
-        with pytest.raises(InfluenceError, match=words):
+        with pytest.raises(ConfigError, match=words):
             Influence(**options)  # type: ignore[arg-type]
     with pytest.raises(InfluenceError, match="the leverage correction needs every training example's own part of the inverse"):
         fit(Influence(solver="conjugate_gradient", leverage=True), training())

@@ -338,7 +338,7 @@ def test_a_singular_moment_is_refused_with_a_damping_that_does(data: Any, method
 
 def test_a_negative_damping_is_refused(data: Any) -> None:
     training, _ = both(network(), data)
-    with pytest.raises(InfluenceError, match=r"damping is -1"):
+    with pytest.raises(ConfigError, match=r"damping is -1"):
         TRAK(damping=-1.0).fit(training, Checkpoint())
 
 

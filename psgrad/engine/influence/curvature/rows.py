@@ -143,9 +143,9 @@ def output_factors(training: Examples) -> tuple[torch.Tensor, torch.Tensor, torc
     parts = []
     for rows, found in training.outputs():
         _, target = training.stream.load(rows.start, rows.stop)
-        target = None if target is None else target.cpu()
-        derivatives = OutputDerivatives.of(training.objective.criterion, found["output"], target)
-        parts.append((*derivatives.root(torch.arange(rows.start, rows.stop)), derivatives.gradient))
+        derivatives = OutputDerivatives.of(training.objective.criterion, found["output"].to(training.device), target)
+        root, coefficients = derivatives.root(torch.arange(rows.start, rows.stop, device=training.device))
+        parts.append((root.cpu(), coefficients.cpu(), derivatives.gradient.cpu()))
     root, coefficients, gradient = (torch.cat(column) for column in zip(*parts, strict=True))
     return root, coefficients, gradient
 

@@ -22,11 +22,11 @@ class ByMatrix(Invertible):
     inverted. Raises InfluenceError where that has no inverse.
     """
 
-    def __init__(self, setting: Setting, matrix: torch.Tensor) -> None:
+    def __init__(self, setting: Setting, matrix: torch.Tensor, ends: tuple[float, float] | None = None) -> None:
         super().__init__(setting.training)
         self.setting, self.matrix, count = setting, matrix, len(setting.training)
         shift, facts = setting.shift(float(matrix.diagonal().mean()) / count)
-        self.inverse = Inverse.of(matrix, shift, setting.title, count)
+        self.inverse = Inverse.of(matrix, shift, setting.title, count, ends)
         smallest, largest = self.inverse.smallest, self.inverse.largest
         self.facts = {
             **facts,
@@ -46,7 +46,8 @@ class ByMatrix(Invertible):
         return cls(setting, loss_hessian(setting.training) if hessian else sum_of_outer_products(setting.rows()))
 
     def with_damping(self, *, damping: float | None = None, relative: float | None = None) -> ByMatrix:
-        fitted = ByMatrix(self.setting.damped(damping, relative), self.matrix)
+        ends = self.inverse.smallest, self.inverse.largest
+        fitted = ByMatrix(self.setting.damped(damping, relative), self.matrix, ends)
         fitted.facts = {**self.setting.chosen(self.facts), **fitted.facts}
         return fitted
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ from psgrad.engine.influence.solvers.conjugate_gradient import conjugate_gradien
 from psgrad.engine.influence.solvers.dual import LARGEST_KERNEL
 from psgrad.engine.influence.solvers.lissa import lissa
 from psgrad.engine.influence.solvers.preconditioner import Diagonal, Preconditioner, nystroem
-from psgrad.errors import InfluenceError
+from psgrad.errors import ConfigError, InfluenceError
 
 # Parameters up to which the curvature is written out: 288 MB, and seconds for its factor.
 LARGEST_MATRIX = 6000
@@ -80,17 +81,22 @@ class Influence(Method):
             ("preconditioner", self.preconditioner, _PRECONDITIONERS),
         ):
             if value not in allowed:
-                raise InfluenceError(f"influence: {name} is {value!r}", expected=f"one of {', '.join(allowed)}")
-        if not self.weight_decay >= 0:
-            raise InfluenceError(f"influence: weight_decay is {self.weight_decay}", expected="that of training, not negative")
+                raise ConfigError(f"influence: {name} is {value!r}", expected=f"one of {', '.join(allowed)}")
+        if not (self.weight_decay >= 0 and math.isfinite(self.weight_decay)):
+            raise ConfigError(f"influence: weight_decay is {self.weight_decay}", expected="that of training, not negative")
+        if not self.tolerance > 0 or self.rank < 1 or (self.iterations is not None and self.iterations < 1):
+            raise ConfigError(
+                f"influence: tolerance {self.tolerance}, iterations {self.iterations}, rank {self.rank}", expected="all of them above zero"
+            )
+        Damping(self.damping, self.relative_damping)
         if self.curvature == "hessian" and self.solver == "dual":
-            raise InfluenceError(
+            raise ConfigError(
                 "influence: the dual solver has no Hessian",
                 expected="curvature: gauss_newton or fisher, which are sums over rows",
                 next_step="set solver: exact or conjugate_gradient, or another curvature",
             )
         if self.leverage and self.curvature != "gauss_newton":
-            raise InfluenceError(
+            raise ConfigError(
                 f"influence: the leverage correction takes an example out of the Gauss-Newton matrix, and curvature is {self.curvature}",
                 next_step="set curvature: gauss_newton, or leverage: false",
             )

@@ -27,11 +27,12 @@ class Inverse:
     smallest: float
 
     @classmethod
-    def of(cls, matrix: torch.Tensor, shift: float, title: str, count: int) -> Inverse:
+    def of(cls, matrix: torch.Tensor, shift: float, title: str, count: int, ends: tuple[float, float] | None = None) -> Inverse:
         """Raises InfluenceError, with the smallest eigenvalue and the damping that would do, where the matrix plus its shift is not
         positive definite, or too near to that for its inverse to have any digits.
 
         title: what the matrix is called. count: n, by which eigenvalues and damping are divided when they are told.
+        ends: the matrix's smallest and largest eigenvalue, where they are known.
         """
         damped = matrix.clone()
         damped.diagonal().add_(shift)
@@ -45,7 +46,7 @@ class Inverse:
                 )
             values = torch.linalg.eigvalsh(matrix)
             raise _no_inverse(title, float(values[0]), float(values[-1]), shift, count, len(matrix))
-        smallest, largest = _ends(matrix, lower, shift)
+        smallest, largest = _ends(matrix, lower, shift) if ends is None else ends
         if smallest + shift <= _rounding(len(matrix)) * largest:
             raise _no_inverse(title, smallest, largest, shift, count, len(matrix))
         return cls(lower, shift, largest, smallest)
