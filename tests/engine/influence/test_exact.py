@@ -134,6 +134,15 @@ def test_singular_curvature_is_told_with_a_damping_that_would_do() -> None:
     assert np.isfinite(scores(fit(Influence(damping=enough), training()), queries())).all()
 
 
+@pytest.mark.parametrize("size", [3, 600])
+def test_a_matrix_with_a_factor_but_no_digits_in_its_inverse_is_singular(size: int) -> None:
+    values = torch.ones(size, dtype=torch.float64)
+    values[1] = 1e-16
+    with pytest.raises(InfluenceError, match="the empirical Fisher is singular"):
+        Inverse.of(values.diag(), 0.0, "empirical Fisher", 1)
+    assert Inverse.of(values.diag(), 1e-6, "empirical Fisher", 1).smallest == pytest.approx(0, abs=1e-9)
+
+
 def test_an_indefinite_hessian_is_told_with_a_damping_that_would_do_and_is_loud_even_then() -> None:
     smallest = np.linalg.eigvalsh(CURVATURES["hessian"])[0] / 40
     assert smallest < -1e-3
