@@ -85,8 +85,9 @@ def captum_tracin(problem: Problem, batch_size: int = 256, sample_wise: bool = T
     from captum.influence import TracInCP
 
     names = [str(number) for number in range(len(problem.checkpoints))]
-    found = TracInCP(problem.model, problem.training, names, batch_size=batch_size, **_captum_options(problem, sample_wise))
-    return found.influence((problem.query_inputs, problem.query_target)).T
+    with silent():
+        found = TracInCP(problem.model, problem.training, names, batch_size=batch_size, **_captum_options(problem, sample_wise))
+        return found.influence((problem.query_inputs, problem.query_target)).T
 
 
 def captum_naive(problem: Problem, damping: float, tolerance: float = 1e-5, batch_size: int = 512) -> Tensor:
@@ -98,17 +99,18 @@ def captum_naive(problem: Problem, damping: float, tolerance: float = 1e-5, batc
     from captum.influence._core.influence_function import NaiveInfluenceFunction
 
     rank = sum(parameter.numel() for parameter in problem.model.parameters())
-    found = NaiveInfluenceFunction(
-        problem.model,
-        problem.training,
-        "0",
-        batch_size=batch_size,
-        projection_dim=rank,
-        hessian_reg=damping * len(problem.inputs),
-        hessian_inverse_tol=tolerance,
-        **_captum_options(problem, True),
-    )
-    return found.influence((problem.query_inputs, problem.query_target)).T
+    with silent():
+        found = NaiveInfluenceFunction(
+            problem.model,
+            problem.training,
+            "0",
+            batch_size=batch_size,
+            projection_dim=rank,
+            hessian_reg=damping * len(problem.inputs),
+            hessian_inverse_tol=tolerance,
+            **_captum_options(problem, True),
+        )
+        return found.influence((problem.query_inputs, problem.query_target)).T
 
 
 # -- dattri ----------------------------------------------------------------------------------------------------------------------------
@@ -147,7 +149,7 @@ def dattri_tracin(problem: Problem, batch_size: int | None = None) -> Tensor:
     from dattri.algorithm.tracin import TracInAttributor
 
     with silent():
-        found = TracInAttributor(_dattri_task(problem), torch.tensor(problem.learning_rates), normalized_grad=False)
+        found = TracInAttributor(_dattri_task(problem, F.cross_entropy), torch.tensor(problem.learning_rates), normalized_grad=False)
         found.projector_kwargs = None
         return found.attribute(*_loaders(problem, batch_size))
 
