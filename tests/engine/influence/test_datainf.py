@@ -45,7 +45,7 @@ def oracle(relative: float = 0.1, weight_decay: float = 0.0) -> dict[str, np.nda
     for name, own in columns.items():
         training, queries = rows[:N, own], rows[N:, own]
         size = training.shape[1]
-        mean = (training**2).mean() + weight_decay
+        mean = (training**2).mean()
         added = (relative * mean + weight_decay) * np.eye(size)
         inverse = np.mean([np.linalg.inv(np.outer(g, g) + added) for g in training], axis=0)
         found[name] = training @ inverse @ queries.T / N

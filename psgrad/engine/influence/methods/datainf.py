@@ -59,12 +59,11 @@ class MeanOfInverses(Preconditioned):
     def __init__(self, training: Examples, mean_squares: dict[str, float], weight_decay: float, damping: Damping) -> None:
         super().__init__(training)
         self.mean_squares, self.weight_decay = mean_squares, weight_decay
-        means = {name: mean + weight_decay for name, mean in mean_squares.items()}
-        self.damping = {name: damping.resolve(mean) for name, mean in means.items()}
+        self.damping = {name: damping.resolve(mean) for name, mean in mean_squares.items()}
         self.added = {name: value + weight_decay for name, value in self.damping.items()}
         for name, value in self.added.items():
-            _assert_invertible(name, value, means[name])
-        self.facts = {"damping": self.damping, "mean_eigenvalue": means}
+            _assert_invertible(name, value, mean_squares[name])
+        self.facts = {"damping": self.damping, "mean_eigenvalue": mean_squares}
 
     def with_damping(self, *, damping: float | None = None, relative: float | None = None) -> MeanOfInverses:
         """The same with another damping: an absolute one, or one relative to each parameter's mean eigenvalue."""

@@ -69,7 +69,7 @@ class KroneckerFactored(Preconditioned):
     def __init__(self, training: Examples, blocks: list[Block], weight_decay: float, damping: Damping) -> None:
         super().__init__(training)
         self.blocks, self.weight_decay = blocks, weight_decay
-        self.means = {block.label: float(block.values.mean()) + weight_decay for block in blocks}
+        self.means = {block.label: float(block.values.mean()) for block in blocks}
         self.damping = {label: damping.resolve(mean) for label, mean in self.means.items()}
         self._inverses = [self._inverse(block) for block in blocks]
         self.facts = {

@@ -30,7 +30,10 @@ from psgrad.errors import ConfigError, InfluenceError
 LARGEST_MATRIX = 6000
 
 _SOLVERS = ("auto", "exact", "dual", "conjugate_gradient", "lissa", "arnoldi")
-_PRECONDITIONERS = ("none", "diagonal", "nystroem")
+_PRECONDITIONERS = ("auto", "none", "diagonal", "nystroem")
+# From so many queries on, which share a Krylov space, a preconditioner of that rank costs more products than it saves. Measured on digits.
+_MANY_QUERIES = 100
+_RANKS = {"nystroem": 200, "arnoldi": 50}
 # Products at most, where the options don't say.
 _ITERATIONS = {"conjugate_gradient": 200, "lissa": 5000, "arnoldi": 200}
 
@@ -48,14 +51,15 @@ class Influence(Method):
         solver: 'exact' writes C out, 'dual' the inner products of its rows; 'conjugate_gradient', 'lissa' and 'arnoldi' take products
             with C alone, and 'arnoldi' inverts C along its leading eigenvectors only, which is another estimand. 'auto' takes the first
             of exact, dual and conjugate_gradient that the sizes allow.
-        damping: lam; None for `relative_damping` times the mean eigenvalue of C.
+        damping: lam; None for `relative_damping` times the mean eigenvalue of C. The default ranks best on networks (docs/influence.md).
         weight_decay: of training, on the mean loss; it is part of the curvature, whatever the damping.
         leverage: whether scores are corrected for what a removal does to the curvature (leverage.py). For gauss_newton, exact or dual.
         change: what a step does to the query: 'gradient' to first order, 'output' as the measurement of the output that the step leads
             to, to first order in the parameters (fits/output.py). It brings out what a large change of a confident query is.
         tolerance, iterations: of conjugate_gradient and lissa, the relative residual of each query and products at most (arnoldi: the size
-            of its Krylov space); None for 200, 5000 and 200. preconditioner: of conjugate_gradient, 'none', 'diagonal' or 'nystroem'.
-        rank: of arnoldi, and of the Nystroem preconditioner. seed: of what these draw.
+            of its Krylov space); None for 200, 5000 and 200. preconditioner: of conjugate_gradient, 'none', 'diagonal', 'nystroem', or
+            'auto', which is the last for less than a hundred queries.
+        rank: of the Nystroem preconditioner and of arnoldi; None for 200 and 50. seed: of what these draw.
     """
 
     name = "influence"
@@ -63,14 +67,14 @@ class Influence(Method):
     curvature: Literal["gauss_newton", "hessian", "fisher"] = "gauss_newton"
     solver: Literal["auto", "exact", "dual", "conjugate_gradient", "lissa", "arnoldi"] = "auto"
     damping: float | None = None
-    relative_damping: float = 0.1
+    relative_damping: float = 1.0
     weight_decay: float = 0.0
     leverage: bool = False
     change: Literal["gradient", "output"] = "gradient"
     tolerance: float = 1e-6
     iterations: int | None = None
-    preconditioner: Literal["none", "diagonal", "nystroem"] = "none"
-    rank: int = 50
+    preconditioner: Literal["auto", "none", "diagonal", "nystroem"] = "auto"
+    rank: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -84,7 +88,7 @@ class Influence(Method):
                 raise ConfigError(f"influence: {name} is {value!r}", expected=f"one of {', '.join(allowed)}")
         if not (self.weight_decay >= 0 and math.isfinite(self.weight_decay)):
             raise ConfigError(f"influence: weight_decay is {self.weight_decay}", expected="that of training, not negative")
-        if not self.tolerance > 0 or self.rank < 1 or (self.iterations is not None and self.iterations < 1):
+        if not self.tolerance > 0 or any(given is not None and given < 1 for given in (self.rank, self.iterations)):
             raise ConfigError(
                 f"influence: tolerance {self.tolerance}, iterations {self.iterations}, rank {self.rank}", expected="all of them above zero"
             )
@@ -166,7 +170,7 @@ class Influence(Method):
             found = arnoldi(
                 products.apply,
                 rhs.shape[1],
-                rank=self.rank,
+                rank=self._rank("arnoldi", rhs),
                 iterations=self._iterations("arnoldi"),
                 seed=self.seed,
                 device=rhs.device,
@@ -178,9 +182,14 @@ class Influence(Method):
     def _iterations(self, solver: str) -> int:
         return _ITERATIONS[solver] if self.iterations is None else self.iterations
 
+    def _rank(self, of: str, rhs: torch.Tensor) -> int:
+        return min(_RANKS[of], rhs.shape[1]) if self.rank is None else self.rank
+
     def _preconditioner(self, products: CurvatureProducts, damping: float, rhs: torch.Tensor) -> Preconditioner | None:
-        if self.preconditioner == "nystroem":
-            return nystroem(products.apply, rhs.shape[1], damping, rank=self.rank, seed=self.seed, device=rhs.device)
+        few = len(rhs) < _MANY_QUERIES and self.curvature != "hessian"  # which need not be positive, as a Nystroem factor must
+        if self.preconditioner == "nystroem" or (self.preconditioner == "auto" and few):
+            rank = self._rank("nystroem", rhs)
+            return nystroem(products.apply, rhs.shape[1], damping, rank=rank, seed=self.seed, device=rhs.device)
         if self.preconditioner == "diagonal":
             diagonal = products.diagonal()
             if diagonal is None:
