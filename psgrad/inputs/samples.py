@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -39,7 +40,8 @@ class Samples(ABC):
 
     ids: [n], text or int64, all different. targets: [n], int64 or float32, where the target is one number per row and was cheap
     to read; else None. fingerprint: a SHA-256 that changes when the data does. units: [n], text or int64, whom each row belongs to,
-    where a column for that was named; else None. Rows are counted from 0, in messages too.
+    where a column for that was named; else None. reading: to be held by whoever reads, where several may; a dataset need not be made
+    for threads. Rows are counted from 0, in messages too.
     """
 
     def __init__(self, ids: Array, targets: Array | None, fingerprint: str, units: Array | None = None) -> None:
@@ -47,6 +49,7 @@ class Samples(ABC):
         self.targets = targets
         self.fingerprint = fingerprint
         self.units = units
+        self.reading = threading.Lock()
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -215,10 +215,11 @@ def query_table(setup: InfluenceSetup, looks: Looks) -> pd.DataFrame:
     """One row a query; see QUERY_COLUMNS. Excluded ones, too."""
     wanted, reader = setup.run.config.influence.queries, setup.query_reader
     rows = np.arange(len(reader.samples)) if wanted is None or wanted.rows is None else np.array(wanted.rows)
+    targets = reader.targets_at(rows)
     columns = {
         "id": reader.samples.ids[rows],
         "index": rows,
-        **({} if reader.targets is None else {"target": reader.targets[rows]}),
+        **({} if targets is None else {"target": targets}),
         **looks.queries.columns,
         "measurement": setup.measurement.sign * looks.queries.losses,
         "status": np.where(looks.asked, "ok", "nonfinite"),
@@ -235,10 +236,12 @@ def training_table(setup: InfluenceSetup, looks: Looks, own: np.ndarray | None, 
         column[setup.training_rows] = values
         return column
 
+    everything = np.arange(len(samples))
+    targets = reader.targets_at(everything)
     columns = {
         "id": samples.ids,
-        "index": np.arange(len(samples)),
-        **({} if reader.targets is None else {"target": reader.targets}),
+        "index": everything,
+        **({} if targets is None else {"target": targets}),
         **looks.training.columns,
         "loss": looks.training.losses,
         "grad_norm": looks.training.norms,

@@ -143,38 +143,50 @@ class CheckedReader:
     """Reads blocks whose targets fit the loss. Where all targets are at hand they are checked at once, before any work.
 
     `targets` are those of one number per row, for the table: [n], None where there are none. For a dataset that yields its targets
-    with its rows only, they are noted as the rows pass by.
+    with its rows only, they are noted as the rows pass by, and are zero until then.
     """
 
     def __init__(self, samples: Samples, criterion: Criterion, classes: int | None) -> None:
         self.samples, self.criterion, self.classes = samples, criterion, classes
         self.targets = samples.targets
         self._known = samples.targets is not None
+        self._noted = np.zeros(len(samples), bool)
         if samples.targets is not None:
             check_targets(criterion, torch.as_tensor(samples.targets), classes)
 
     def __call__(self, start: int, stop: int) -> Block:
-        block = self.samples.read(start, stop)
+        with self.samples.reading:
+            block = self.samples.read(start, stop)
         if not self._known:
             check_targets(self.criterion, block.target, self.classes, first_row=start)
-            if block.target is not None and block.target.dim() == 1:
-                self._note(start, stop, block.target.numpy())
+            self._note(slice(start, stop), block.target)
         return block
 
     def take(self, rows: np.ndarray[Any, Any]) -> Block:
         """These rows, in this order."""
-        block = self.samples.take(rows)
+        with self.samples.reading:
+            block = self.samples.take(rows)
         if not self._known and block.target is not None:
             for place, row in enumerate(rows):  # one by one: a message names the row
                 check_targets(self.criterion, block.target[place : place + 1], self.classes, first_row=int(row))
+            self._note(rows, block.target)
         elif not self._known:
             check_targets(self.criterion, None, self.classes)
         return block
 
-    def _note(self, start: int, stop: int, target: np.ndarray[Any, Any]) -> None:
+    def targets_at(self, rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any] | None:
+        """The targets of these rows; None where there are none, or not all of the rows have been read."""
+        if self.targets is None or not (self._known or self._noted[rows].all()):
+            return None
+        found: np.ndarray[Any, Any] = self.targets[rows]
+        return found
+
+    def _note(self, rows: slice | np.ndarray[Any, Any], target: torch.Tensor | None) -> None:
+        if target is None or target.dim() != 1:
+            return
         if self.targets is None:
-            self.targets = np.zeros(len(self.samples), target.dtype)
-        self.targets[start:stop] = target
+            self.targets = np.zeros(len(self.samples), target.numpy().dtype)
+        self.targets[rows], self._noted[rows] = target.numpy(), True
 
 
 def class_count(first_output: Callable[[], Any], criterion: Criterion) -> int | None:
