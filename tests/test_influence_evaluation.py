@@ -270,6 +270,16 @@ def test_a_run_that_was_stopped_goes_on_and_a_finished_one_trains_nothing(
     assert batches == [5, -1, 5, 2, 5, 5, 2]
 
 
+def test_models_of_other_labels_of_the_same_file_are_trained_anew(place: EvaluationWorkplace) -> None:
+    place.save(other=(place.arrays["y"] + 1) % CLASSES)
+    first = place.evaluated("lds")
+    place.config["data"]["target"] = "other"
+    place.evaluated("lds", "--overwrite")
+    assert len(list((place.folder / "out-lds" / "retrained").iterdir())) == 2
+    place.config["data"]["target"] = "y"
+    assert place.evaluated("lds", "--overwrite")["lds"]["mean"] == first["lds"]["mean"]
+
+
 def test_models_may_be_trained_by_a_function_of_ones_own(place: EvaluationWorkplace) -> None:
     (place.folder / "own.py").write_text("import torch\nfrom torch import nn\n\n\n" + OWN)
     place.section["evaluate"] = {"train": "own.py:train", "subsets": 5, "seeds": 2}

@@ -15,6 +15,7 @@ from typing import Any
 
 from psgrad.config import nearest
 from psgrad.errors import ConfigError, PsgradError
+from psgrad.inputs.files import sha256_of
 
 
 def resolve(spec: str, base: Path, *, raises: type[PsgradError] = ConfigError) -> Callable[..., Any]:
@@ -31,6 +32,20 @@ def resolve(spec: str, base: Path, *, raises: type[PsgradError] = ConfigError) -
 def module_of(spec: str) -> str:
     """The module or file that a spec imports, as written in the config."""
     return spec.rpartition(":")[0]
+
+
+def source_digest(spec: str, base: Path) -> str:
+    """A hash of the file that the callable of a spec is written in; the spec where it has no file. What that file imports is not in it.
+
+    Raises ConfigError as `resolve` does.
+    """
+    function = inspect.unwrap(resolve(spec, base))
+    try:
+        # The code of a file that the config names is compiled under that file's name.
+        source = inspect.getsourcefile(function)
+        return sha256_of(Path(source)) if source else spec
+    except (OSError, TypeError):
+        return spec
 
 
 def call_factory(spec: str, base: Path, kwargs: Mapping[str, Any], *, raises: type[PsgradError]) -> Any:

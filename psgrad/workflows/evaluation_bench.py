@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import io
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,8 +23,7 @@ from psgrad.engine.influence.evaluation.scored import Place
 from psgrad.engine.influence.examples import Examples
 from psgrad.engine.influence.method import Fitted, Method
 from psgrad.engine.influence.scoring import Normalize
-from psgrad.inputs.files import sha256_of
-from psgrad.inputs.imports import resolve
+from psgrad.inputs.imports import source_digest
 from psgrad.inputs.models import load_model
 from psgrad.inputs.retraining import resolve_training
 from psgrad.results import Progress
@@ -96,7 +93,7 @@ class Bench:
         """[jobs, m]: what each retrained model measures on these rows of the query data, larger being worse."""
         asked = self.queries(queries)[0]
         rows, criterion = Rows.of(asked), asked.objective.criterion
-        return self.retrained(jobs, lambda members: members.measured(rows, criterion), f"queries {queries.tolist()}")
+        return self.retrained(jobs, lambda members: members.measured(rows, criterion), f"queries {rows.digest()}")
 
     def retrained(self, jobs: Sequence[Job], measure: Callable[[Members], Array], what: str) -> Array:
         """What `measure` says of the models of these jobs; `what` tells such numbers from others of the same models."""
@@ -152,7 +149,7 @@ def bench_of(setup: InfluenceSetup, folder: RunFolder, progress: Say) -> Bench:
         rows=rows,
         train=trainer_of(config, fresh, rows, setup),
         store=ShardStore(folder),
-        fingerprint=fingerprint(setup),
+        fingerprint=fingerprint(setup, rows),
         progress=progress,
         notes=notes,
     )
@@ -206,8 +203,9 @@ def trainer_of(config: Config, fresh: Callable[[int], nn.Module], rows: Rows, se
     return Ensemble(fresh, rows, setup.run.criterion.function, recipe)
 
 
-def fingerprint(setup: InfluenceSetup) -> str:
-    """A digest of all that retrained models and their measurements depend on, besides the rows and the seeds."""
+def fingerprint(setup: InfluenceSetup, rows: Rows) -> str:
+    """A digest of all that retrained models and their measurements depend on, besides the queries and the seeds. rows: the training data,
+    by their numbers: one file may have several columns of labels."""
     config = setup.run.config
     influence = config.influence
     named = [config.model.factory, config.loss.name, influence.measurement.name, influence.evaluate.train.function]
@@ -217,19 +215,7 @@ def fingerprint(setup: InfluenceSetup) -> str:
         "measurement": influence.measurement.model_dump(mode="json"),
         "train": influence.evaluate.train.model_dump(mode="json", exclude={"together"}),
         "engine": config.engine.dtype,
-        "code": [source_digest(spec, setup) for spec in named if spec is not None and ":" in spec],
-        "data": [setup.run.samples.fingerprint, setup.query_reader.samples.fingerprint],
-        "rows": hashlib.sha256(np.ascontiguousarray(setup.training_rows).tobytes()).hexdigest(),
+        "code": [source_digest(spec, config.base) for spec in named if spec is not None and ":" in spec],
+        "rows": rows.digest(),
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def source_digest(spec: str, setup: InfluenceSetup) -> str:
-    """Of the file that a callable of the config is written in; its name where it has no file."""
-    function = inspect.unwrap(resolve(spec, setup.run.config.base))
-    try:
-        # The code of a file that the config names is compiled under that file's name.
-        source = inspect.getsourcefile(function)
-        return sha256_of(Path(source)) if source else spec
-    except (OSError, TypeError):
-        return spec

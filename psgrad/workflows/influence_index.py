@@ -15,6 +15,7 @@ from psgrad.engine.influence.index.spec import IndexSpec, describe
 from psgrad.engine.influence.index.stored import StoredRows
 from psgrad.engine.influence.screening import Screened
 from psgrad.errors import ConfigError
+from psgrad.inputs.imports import source_digest
 from psgrad.results import IndexResult, Progress
 from psgrad.storage.gradient_index import GradientIndex
 from psgrad.workflows.influence_setup import first_run, later_run, sha256_at
@@ -73,11 +74,15 @@ def described_index(config: Config, run: Setup) -> dict[str, Any]:
     wanted = require_index(config)
     spec = IndexSpec(**wanted.model_dump(exclude={"path"}))
     count = len(config.influence.checkpoints or [None])
+    named = {config.model.factory, config.loss.name, *([] if config.data.factory is None else [config.data.factory])}
     fingerprint: Mapping[str, Any] = {
         "data": run.samples.fingerprint,
+        "columns": {"inputs": config.data.inputs, "target": config.data.target},
+        "code": {spec: source_digest(spec, config.base) for spec in sorted(named) if ":" in spec},
         "checkpoints": [sha256_at(config, number) or weights_hash(run) for number in range(count)],
         "factory": config.model.factory,
         "kwargs": config.model.kwargs,
+        "state_dict_key": config.model.state_dict_key,
         "mode": config.model.mode,
         "loss": config.loss.model_dump(mode="json"),
         "dtype": config.engine.dtype,
