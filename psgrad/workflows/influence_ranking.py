@@ -11,7 +11,7 @@ import torch
 
 from psgrad.engine.gradients.loading import Read
 from psgrad.engine.gradients.memory import free_memory
-from psgrad.engine.influence.method import Fitted, Scores
+from psgrad.engine.influence.method import Fitted, with_total
 from psgrad.engine.influence.ranking import Strongest
 from psgrad.engine.influence.scoring import JoinedBlock, joined_scores
 from psgrad.results import Progress
@@ -26,8 +26,9 @@ _SHARE = 0.25
 class Rankings:
     """What is kept of the scores.
 
-    scores: ranked pairs, with SCORE_COLUMNS. overall: [n], the mean over the queries. shown: query row -> all scores, [rows of the
-    training data], NaN where a row was excluded. matrix: where it was wanted, scores [n, m], train_index [n] and query_index [m].
+    scores: ranked pairs, with SCORE_COLUMNS. overall: [n], the mean over the queries that have a score. shown: query row -> all scores,
+    [rows of the training data], NaN where a row was excluded. matrix: where it was wanted, scores [n, m], train_index [n] and
+    query_index [m].
     """
 
     scores: pd.DataFrame
@@ -56,7 +57,8 @@ def rank(
         asked = [replace(moment.queries, read=_some(moment.queries.read, first), count=len(places)) for moment in setup.moments]
         block = _Block(wanted.top, len(places) if matrix else max(0, min(shown - first, len(places))))
         for joined in joined_scores(setup.method, fitted, asked, "total" if wanted.layers == "none" else wanted.layers, divisors):
-            block.add(_with_total(joined, setup.method.adds_up))
+            totals = tuple(map(with_total, joined.single))
+            block.add(replace(joined, scores=with_total(joined.scores), single=totals))
             progress(Progress(joined.stop, n, "scores", unit="training example"))
         blocks.append(block)
     return _assembled(setup, blocks, shown, matrix)
@@ -73,29 +75,19 @@ def _some(read: Read, first: int) -> Read:
     return lambda start, stop: read(first + start, first + stop)
 
 
-def _with_total(block: JoinedBlock, adds_up: bool) -> JoinedBlock:
-    """With the sum over layers under the label "", for methods whose layers add up."""
-    if "" in block.scores or not adds_up:
-        return block
-
-    def total(scores: Scores) -> Scores:
-        return {"": torch.stack(list(scores.values())).sum(0), **scores}
-
-    return replace(block, scores=total(block.scores), single=tuple(map(total, block.single)))
-
-
 class _Block:
     """What is kept of the scores of m queries while the training examples stream past.
 
     strongest: label -> of all checkpoints together, then of each. columns: the scores of the first `wanted` queries, part by part.
-    means: label -> parts of [n, 1 + checkpoints], the mean over these queries, of all checkpoints together and of each.
+    sums: label -> parts of [2, n, 1 + checkpoints], of all checkpoints together and of each: the sum over these queries of the scores that
+    are not NaN, and how many are not.
     """
 
     def __init__(self, top: int, wanted: int) -> None:
         self.top, self.wanted, self.m = top, wanted, 0
         self.strongest: dict[str, list[Strongest]] = {}
         self.columns: list[torch.Tensor] = []
-        self.means: dict[str, list[torch.Tensor]] = {}
+        self.sums: dict[str, list[torch.Tensor]] = {}
 
     def add(self, block: JoinedBlock) -> None:
         for label, scores in block.scores.items():
@@ -105,7 +97,8 @@ class _Block:
             kept[0].add(block.start, scores, **({"score_std": block.spread(label)} if single else {}))
             for strongest, own in zip(kept[1:], single, strict=True):
                 strongest.add(block.start, own)
-            self.means.setdefault(label, []).append(torch.stack([each.double().sum(1) for each in (scores, *single)], 1))
+            whole = torch.stack([scores, *single], 2).double()
+            self.sums.setdefault(label, []).append(torch.stack([whole.nansum(1), (~whole.isnan()).sum(1)]))
         self.columns.append(next(iter(block.scores.values()))[:, : self.wanted])
 
 
@@ -120,14 +113,15 @@ def _assembled(setup: InfluenceSetup, blocks: list[_Block], shown: int, matrix: 
             here = slice(place, place + block.m)
             parts.append(_pairs(block.strongest[label], query_ids[here], setup.query_rows[here], ids, rows, label if named else None))
             place += block.m
-        sums = torch.stack([torch.cat(block.means[label]) for block in blocks]).sum(0) / place
-        whole = [Strongest(blocks[0].top, 1) for _ in range(sums.shape[1])]
-        whole[0].add(0, sums[:, :1], **({"score_std": sums[:, 1:].std(1, keepdim=True)} if len(whole) > 1 else {}))
+        sums, counts = torch.stack([torch.cat(block.sums[label], 1) for block in blocks]).sum(0)
+        means = sums / counts  # NaN for an example without a score
+        whole = [Strongest(blocks[0].top, 1) for _ in range(means.shape[1])]
+        whole[0].add(0, means[:, :1], **({"score_std": means[:, 1:].std(1, keepdim=True)} if len(whole) > 1 else {}))
         for number, each in enumerate(whole[1:], 1):
-            each.add(0, sums[:, number : number + 1])
+            each.add(0, means[:, number : number + 1])
         parts.append(_pairs(whole, [ALL_QUERIES], [ALL_INDEX], ids, rows, label if named else None))
         if label == labels[0]:
-            overall = sums[:, 0].numpy()
+            overall = means[:, 0].numpy()
     columns = torch.cat([torch.cat(block.columns) for block in blocks], 1).numpy()
     first = {row: _spread(setup, column) for row, column in zip(setup.query_rows[:shown].tolist(), columns.T, strict=False)}
     everything = {"scores": columns, "train_index": rows, "query_index": setup.query_rows} if matrix else None

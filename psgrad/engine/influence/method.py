@@ -62,13 +62,12 @@ class Method(ABC):
     """A method with its options: kinds are frozen dataclasses, one file each in `methods/`.
 
     name: as in a config. unit: of a score, for headers; see REMOVAL for what stands in it. predicts_removal: whether scores are the change
-    on removal. adds_up: whether the scores of layers add up to the total.
+    on removal.
     """
 
     name: ClassVar[str]
     unit: ClassVar[str] = REMOVAL
     predicts_removal: ClassVar[bool] = True
-    adds_up: ClassVar[bool] = True
 
     @abstractmethod
     def fit(self, training: Examples, checkpoint: Checkpoint) -> Fitted:
@@ -105,7 +104,8 @@ class Fitted(ABC):
     def scores(self, queries: Examples, per: Per = "total") -> Iterator[ScoreBlock]:
         """The scores of all training examples for these queries, in blocks, in the order of the training set.
 
-        per: 'parameter' or 'module' for a matrix a layer, which add up to the total. Raises InfluenceError where the method has none.
+        per: 'parameter' or 'module' for a matrix a layer, which add up to the total; where they don't, the total comes with them, under
+        the label "". Raises InfluenceError where the method has none.
         """
 
     @abstractmethod
@@ -145,6 +145,11 @@ class Preconditioned(Fitted):
 def labelled(products: torch.Tensor | Scores) -> Scores:
     """Products of all parameters under the label "", those of each layer under its own."""
     return {"": products} if isinstance(products, torch.Tensor) else products
+
+
+def with_total(values: Scores) -> Scores:
+    """The values of layers with their sum under the label "", where there is no total yet."""
+    return values if "" in values else {"": torch.stack(list(values.values())).sum(0), **values}
 
 
 def flat_rows(value: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,7 @@ class OfRows(Fitted):
 
     def scores(self, queries: Examples, per: Per = "total") -> Iterator[ScoreBlock]:
         require_parameters(self.source.projector.flat, queries)
-        columns = self.source.projector.columns(per)
+        columns = self.columns(per)
         prepared = self.prepared(self.projected(queries))
         for block in self.source.blocks():
             rows = block.rows.double()
@@ -40,6 +40,10 @@ class OfRows(Fitted):
             for scores in found.values():
                 scores[~block.finite] = torch.nan
             yield ScoreBlock(block.start, block.stop, found, self.weights(block))
+
+    def columns(self, per: Per) -> dict[str, Columns]:
+        """Label -> its columns."""
+        return self.source.projector.columns(per)
 
     def projected(self, queries: Examples) -> torch.Tensor:
         """[m, k] float64 of m queries."""
@@ -77,6 +81,10 @@ class RowCosines(OfRows):
     """The cosine of the angle between projected gradients; NaN where either is zero."""
 
     has_self_influence = False
+
+    def columns(self, per: Per) -> dict[str, Columns]:
+        # cosines of layers don't add up
+        return {**self.source.projector.columns("total"), **self.source.projector.columns(per)}
 
     def contracted(self, block: RowBlock, rows: torch.Tensor, prepared: torch.Tensor) -> torch.Tensor:
         rows = rows * block.to_loss.unsqueeze(1)

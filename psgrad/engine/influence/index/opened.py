@@ -41,7 +41,7 @@ class _Indexed(Method):
         self.method, self.store = method, store
         # of an instance, though a class's elsewhere: it speaks for the method
         self.name, self.unit = method.name, method.unit  # type: ignore[misc]
-        self.predicts_removal, self.adds_up = method.predicts_removal, method.adds_up  # type: ignore[misc]
+        self.predicts_removal = method.predicts_removal  # type: ignore[misc]
 
     def fit(self, training: Examples, checkpoint: Checkpoint) -> Fitted:
         count = self.store.description["checkpoints"]

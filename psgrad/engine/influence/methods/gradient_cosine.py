@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from psgrad.engine.influence.examples import Examples
-from psgrad.engine.influence.method import Checkpoint, Fitted, Method, Per, ScoreBlock, SelfBlock, labelled
+from psgrad.engine.influence.method import Checkpoint, Fitted, Method, Per, ScoreBlock, SelfBlock, labelled, with_total
 from psgrad.errors import InfluenceError
 
 
 @dataclass(frozen=True)
 class GradientCosine(Method):
-    """score = <g_q, g_i> / (|g_q| |g_i|), of a layer the cosine within it; NaN where either gradient is zero.
+    """score = <g_q, g_i> / (|g_q| |g_i|), of a layer the cosine within it, beside that of all of them; NaN where either gradient is zero.
 
     Hanawa, Yokoi, Hara and Inui, "Evaluation of Similarity-based Explanations" (2021). It forgets how strongly an example pulls, so
     that outliers do not lead every list; it predicts nothing, and the cosine of an example with itself is 1.
@@ -24,7 +24,6 @@ class GradientCosine(Method):
     name = "gradient_cosine"
     unit = "cosine of the angle between the two gradients, from -1 to 1"
     predicts_removal = False
-    adds_up = False
 
     def fit(self, training: Examples, checkpoint: Checkpoint) -> Fitted:
         return Cosines(training)
@@ -44,7 +43,7 @@ class Cosines(Fitted):
         query_norms = _norms(prepared, per)
 
         def cosines(gradients: Any) -> dict[str, torch.Tensor]:
-            products, norms = labelled(gradients.inner(prepared, per=per)), _norms(gradients, per)
+            products, norms = with_total(labelled(gradients.inner(prepared, per=per))), _norms(gradients, per)
             return {label: _ratio(value, norms[label].unsqueeze(1) * query_norms[label]) for label, value in products.items()}
 
         for rows, found in self.training.each(cosines):
@@ -58,7 +57,7 @@ class Cosines(Fitted):
 
 
 def _norms(gradients: Any, per: Per) -> Mapping[str, torch.Tensor]:
-    return {label: squares.sqrt() for label, squares in labelled(gradients.square_norms(per=per)).items()}
+    return {label: squares.sqrt() for label, squares in with_total(labelled(gradients.square_norms(per=per))).items()}
 
 
 def _ratio(product: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
