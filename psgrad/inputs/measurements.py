@@ -82,13 +82,14 @@ def _minus(function: Number, output: torch.Tensor, target: torch.Tensor) -> torc
 
 
 def _margin(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The log-odds of the right class, z_y - logsumexp of the others (Park et al., "TRAK", 2023): finite where p_y rounds to 1."""
+    """The log-odds of the right class, z_y - logsumexp of the others (Park et al., "TRAK", 2023): finite where p_y rounds to 1.
+    Zero for a label to be ignored, which is none of the classes."""
     right = _is_target(output, target)
-    return _logit(output, target) - output.masked_fill(right, -torch.inf).logsumexp(0)
+    return (_logit(output, target) - output.masked_fill(right, -torch.inf).logsumexp(0)) * right.any()
 
 
 def _binary_margin(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return (output * (2 * target - 1)).sum()
+    return (output * (2 * target.reshape(output.shape) - 1)).sum()
 
 
 def _logit(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -74,6 +74,16 @@ def test_a_measurement_that_is_no_number_is_refused(tmp_path: Path) -> None:
         measurement("own.py:whole", base=tmp_path, larger_is="worse").criterion.function(torch.zeros(2), None)
 
 
+def test_margins_of_several_labels_are_not_held_against_one_another() -> None:
+    found = measurement("margin", "bce_with_logits").criterion.function(torch.tensor([[1.0], [2.0]]), torch.tensor([1.0, 0.0]))
+    assert float(found) == -(1.0 - 2.0)
+
+
+def test_a_label_to_be_ignored_has_no_margin() -> None:
+    found = measurement("margin").criterion.function(torch.tensor([1.0, 2.0, 0.5]), torch.tensor(-100))
+    assert float(found) == 0
+
+
 def test_outputs_with_positions_have_no_margin() -> None:
     with pytest.raises(PsgradError, match=r"the output of one query has shape \(3, 2\)"):
         measurement("margin").criterion.function(torch.zeros(3, 2), torch.tensor([0, 1]))
