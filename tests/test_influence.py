@@ -292,7 +292,7 @@ def test_one_checkpoint_under_two_names_is_refused(place: InfluenceWorkplace) ->
     place.save_checkpoint("a.safetensors", 3)
     place.save_checkpoint("copy.safetensors", 3)
     place.section["checkpoints"] = ["a.safetensors", "copy.safetensors"]
-    place.influence().refused(2, "the checkpoints a.safetensors and copy.safetensors hold the same bytes", "it would count double")
+    place.influence().refused(2, "the checkpoints a.safetensors and copy.safetensors hold the same weights", "it would count double")
 
 
 def test_a_checkpoint_of_another_architecture_is_refused(place: InfluenceWorkplace) -> None:

@@ -52,7 +52,7 @@ class QueriesConfig(DataConfig):
         """The queries' own dataset; None where they are rows of the training data."""
         if self.path is None and self.factory is None:
             return None
-        return DataConfig.model_validate(self.model_dump(exclude={"rows"}))
+        return DataConfig.model_validate(self.model_dump(exclude={"rows"}, exclude_unset=True))
 
 
 class CheckpointConfig(Section):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from psgrad.config import CheckpointConfig, Config
 from psgrad.engine.gradients.loading import Read
@@ -19,7 +20,7 @@ from psgrad.inputs.measurements import Measurement, resolve_measurement
 from psgrad.inputs.models import checkpoint_hash, load_model
 from psgrad.inputs.samples import Block, Samples
 from psgrad.workflows.influence_method import method_from
-from psgrad.workflows.setup import CheckedReader, Setup, class_count, set_up
+from psgrad.workflows.setup import CheckedReader, Setup, class_count, draws_at_random, set_up
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,14 @@ class InfluenceSetup:
     @property
     def unit(self) -> str:
         """What a score is, for headers."""
-        return self.method.unit.format(change=self.measurement.change)
+        return self.method.unit.format(change=self.measurement.change) + _DIVIDED[self.run.config.influence.normalize]
+
+
+_DIVIDED: dict[str, str] = {
+    "none": "",
+    "self_influence": ", divided by the square root of the training example's influence on itself",
+    "preconditioned_norm": ", divided by the norm of the training example's preconditioned gradient",
+}
 
 
 def set_up_influence(config: Config, say: Callable[[str], None]) -> InfluenceSetup:
@@ -78,8 +86,15 @@ def checkpoints_of(config: Config) -> list[CheckpointConfig | None]:
 
 
 def first_run(config: Config) -> Setup:
-    """Model, loss and training data at the first checkpoint."""
-    return set_up(_at(config, 0), trainable=config.influence.parameters, trainable_key="influence.parameters")
+    """Model, loss and training data at the first checkpoint. Raises ConfigError for a model that draws at random."""
+    run = set_up(_at(config, 0), trainable=config.influence.parameters, trainable_key="influence.parameters")
+    if draws_at_random(run.first_output, run.model, run.device):
+        raise ConfigError(
+            "the model draws random numbers in train mode, and its gradients would be others each time they are taken",
+            expected="a model with one gradient an example: dropout is switched off where influence is measured",
+            next_step="set model.mode: eval",
+        )
+    return run
 
 
 def later_run(run: Setup, config: Config, number: int) -> Setup:
@@ -108,14 +123,20 @@ def _at(config: Config, number: int) -> Config:
 
 
 def _require_another(moments: list[Moment], run: Setup) -> None:
-    same = next((moment for moment in moments if moment.sha256 == run.loaded.sha256), None)
+    # Not by their bytes: torch.save writes a file's name into it.
+    weights = run.model.state_dict()
+    same = next((moment for moment in moments if _equal(moment.training.objective.model.state_dict(), weights)), None)
     if same is not None:
         raise ConfigError(
-            f"the checkpoints {same.path} and {run.config.model.checkpoint} hold the same bytes",
+            f"the checkpoints {same.path} and {run.config.model.checkpoint} hold the same weights",
             expected="each checkpoint once",
             cause="one file under two names, or a training run that did not train in between",
             next_step="leave one of them out of influence.checkpoints; it would count double",
         )
+
+
+def _equal(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
 def _moment(
