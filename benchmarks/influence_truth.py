@@ -85,9 +85,8 @@ class Bench:
         told = [(job.name, job.seed, job.rows.tolist(), None if job.target is None else job.target.tolist()) for job in jobs]
         name = hashlib.sha256(repr((self.recipe, told)).encode()).hexdigest()[:16]
         path = self.cache / f"{name}.npz"
-        trainer = Ensemble(perceptron, training, cross_entropy, self.recipe)
         if not path.exists():
-            found = trainer(jobs)
+            found = Ensemble(perceptron, training, cross_entropy, self.recipe)(jobs)
             self.cache.mkdir(parents=True, exist_ok=True)
             np.savez(path, loss=found.loss, **{key: value.numpy() for key, value in found.state.items()})
         with np.load(path) as stored:

@@ -1,0 +1,87 @@
+"""The benchmarks of influence, each once at a size that takes no time."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A benchmark by name; they import one another as scripts do."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(FOLDER))
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if str(FOLDER) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def bench(script: Any, tmp_path: Path) -> Any:
+    truth = script("influence_truth")
+    return truth.Bench(tmp_path, replace(truth.RECIPE, epochs=1), subsets=4, seeds=2, tuning_subsets=3, models=2)
+
+
+def test_models_are_trained_once_and_kept(bench: Any, script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    truth = script("influence_truth")
+    first = bench.outcomes(1, 2, 2)
+    monkeypatch.setattr(truth, "Ensemble", lambda *_: pytest.fail("trained again"))
+    again = truth.Bench(bench.cache, bench.recipe).outcomes(1, 2, 2)
+    np.testing.assert_array_equal(again.losses, first.losses)
+    assert first.losses.shape == (2, 2, 360)
+    with pytest.raises(pytest.fail.Exception, match="trained again"):
+        truth.Bench(bench.cache, bench.recipe).outcomes(2, 2, 2)
+
+
+def test_tuning_has_other_halves_and_other_queries(bench: Any) -> None:
+    assert bench.truth.losses.shape == (4, 2, 300)
+    assert bench.tuning.losses.shape == (3, 2, 60)
+    assert not (bench.truth.subsets[:3] == bench.tuning.subsets).all(1).any()
+
+
+def test_the_table_of_quality(bench: Any, script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    quality = script("influence_quality")
+    dot = (quality.GradientDot(), ())
+    trak = (quality.TRAK(dimension=32), (0.1, 1.0))
+    monkeypatch.setattr(quality, "OURS", {quality.MAIN: dot, "psgrad trak": trak})
+    rival = quality.Rival(lambda problem, factor: factor * quality.torch.ones(1437, 360), 1.0, (1.0, 2.0))
+    monkeypatch.setattr(quality, "RIVALS", {"constant": rival})
+    table = quality.Table(bench)
+    quality.fill(table, [1, 2], [quality.MAIN, "psgrad trak", "constant"])
+    content = quality.report(table)
+    rows = {(row["method"], row["models"], row["tuned"]) for row in content["rows"]}
+    assert {(quality.MAIN, 1, None), ("psgrad trak", 2, None), ("psgrad trak (halves)", 1, None), ("constant", 1, None)} <= rows
+    assert {method for method, _, tuned in rows if tuned} == {"psgrad trak", "psgrad trak (halves)", "constant"}
+    constant = next(row for row in content["rows"] if row["method"] == "constant" and row["tuned"] is None)
+    assert (constant["mean"], constant["undefined"]) == (0.0, 300)
+    assert f"{quality.MAIN} ahead of constant, one model" in content["bars"]
+    assert "control: random" in capsys.readouterr().out
+
+
+def test_mislabels_are_found_by_their_loss(bench: Any, script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    mislabel = script("influence_mislabel")
+    monkeypatch.setattr(mislabel, "METHODS", {"gradient_dot": mislabel.GradientDot()})
+    found = dict(mislabel.scored(replace(bench, recipe=replace(bench.recipe, epochs=4)), 0))
+    assert found["training loss"].auc > 0.8
+    assert found["cross-validated 1 - p(label)"].auc > 0.8
+    # the squared gradient norm, which ranks as the norm does
+    assert found["self-influence, gradient_dot"].auc == pytest.approx(found["gradient norm"].auc)
+
+
+def test_a_way_with_other_scores_is_not_timed(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    speed = script("influence_speed")
+    ways = {"psgrad": lambda: torch.ones(3, 2), "same": lambda: torch.ones(3, 2), "other": lambda: 2 * torch.ones(3, 2)}
+    found = speed.contest("ekfac", ways, 1)
+    assert set(found["seconds"]) == {"psgrad", "same"}
+    assert "other: wrong" in capsys.readouterr().out
