@@ -40,7 +40,7 @@ def test_the_example_runs_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_page_names_what_there_is() -> None:
     root = Path(__file__).parent.parent
     engine = root / "psgrad/engine"
-    parts = ("transforms", "gradients", "gradients/deferral", "gradients/planning", "privacy")
+    parts = ("transforms", "gradients", "gradients/deferral", "gradients/planning", "privacy", "influence")
     inside = [root, root / "psgrad", root / "psgrad/workflows", engine, *(engine / part for part in parts)]
     for path in re.findall(r"`([\w/-]+\.(?:py|md))`", PAGE):
         assert any((folder / path).is_file() for folder in inside), path
