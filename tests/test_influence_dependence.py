@@ -169,6 +169,33 @@ def test_a_model_that_draws_at_random_is_refused(place: InfluenceWorkplace) -> N
     assert place.index().code == 0
 
 
+# Rows that are left out ------------------------------------------------------------------------------------------------------------------
+
+
+ODD = """\
+def loss(output, target):
+    return torch.where(target == 7, -1.0, 1.0) * torch.nn.functional.cross_entropy(output, target.clamp(max=2))
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        ("influence", "at row 8 the loss is not convex"),
+        ({"name": "influence", "solver": "dual"}, "at row 8 the loss is not convex"),
+        ("ekfac", "at row 8 the loss is not convex"),
+        ("trak", "the loss of row 8 is no function of its margin"),
+    ],
+)
+def test_rows_are_named_by_their_number_in_the_dataset(place: InfluenceWorkplace, method: str, words: str) -> None:
+    x, y = place.arrays["x"].copy(), place.arrays["y"].copy()
+    x[3, 0], y[8] = np.nan, 7
+    place.save(x=x, y=y)
+    place.use_loss(ODD)
+    place.section["method"] = method
+    place.influence().refused(3, words)
+
+
 # Units ---------------------------------------------------------------------------------------------------------------------------------
 
 

@@ -154,7 +154,7 @@ def without_nonfinite(setup: InfluenceSetup, known: list[Screened] | None, say: 
     moments = [
         replace(
             moment,
-            training=replace(moment.training, read=chosen_rows(setup.run.reader, rows), count=len(rows)),
+            training=replace(moment.training, read=chosen_rows(setup.run.reader, rows), count=len(rows), numbers=torch.from_numpy(rows)),
             queries=replace(moment.queries, read=chosen_rows(setup.query_reader, asked), count=len(asked)),
         )
         for moment in setup.moments

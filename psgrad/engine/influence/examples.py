@@ -31,6 +31,7 @@ class Examples:
         read: (start, stop) to these rows, counted from 0 to n - 1. Never called twice at once.
         count: n.
         options: of the Stream that takes them chunk by chunk (chunk_size, memory, randomness, capture, compile, say).
+        numbers: [n], which rows of their dataset they are, for messages; None where they are rows 0 to n - 1.
 
     Numbers do not depend on the chunks, but for rounding. Passes over the same examples may not be interleaved.
     """
@@ -39,6 +40,7 @@ class Examples:
     read: Read
     count: int
     options: Mapping[str, Any] = field(default_factory=dict)
+    numbers: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return self.count
@@ -60,6 +62,10 @@ class Examples:
     @cached_property
     def stream(self) -> Stream:
         return Stream(self.objective.loss, self.params, self.read, **self.options)
+
+    def numbers_of(self, rows: torch.Tensor) -> torch.Tensor:
+        """[k]: which rows of the dataset these are, rows [k] counted among the examples."""
+        return rows if self.numbers is None else self.numbers.to(rows.device)[rows]
 
     def with_scalar(self, criterion: Callable[[Any, Any], torch.Tensor]) -> Examples:
         """The same rows and parameters, with another scalar of (output, target) in place of the loss."""

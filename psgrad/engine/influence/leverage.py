@@ -55,9 +55,9 @@ class Leverage:
         """[n]: whether there is no solution without the example."""
         return self.weights.isnan().any(1)
 
-    def tell(self, say: Callable[[str], None]) -> None:
-        """Say which examples have no corrected score."""
-        rows = self.gone.nonzero().flatten().tolist()
+    def tell(self, training: Examples, say: Callable[[str], None]) -> None:
+        """Say which training examples have no corrected score."""
+        rows = training.numbers_of(self.gone.nonzero().flatten()).tolist()
         if rows:
             named = ", ".join(map(str, rows[:8])) + (f" and {len(rows) - 8} more" if len(rows) > 8 else "")
             say(
@@ -88,7 +88,7 @@ def with_cotangents(training: Examples, cotangents: torch.Tensor) -> Examples:
 
     objective = Objective(training.objective.model, product, autocast=training.objective.autocast)
     objective.params = training.params
-    return Examples(objective, read, training.count, training.options)
+    return Examples(objective, read, training.count, training.options, training.numbers)
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ class GaussNewtonRows(OutputRows):
     """All rows of S_i' J_i: their sum of j_r j_r' is the Gauss-Newton matrix of the sum of the losses."""
 
     def cotangents(self, outputs: torch.Tensor, target: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
-        return OutputDerivatives.of(self.objective.criterion, outputs, target).root(rows)[0].transpose(1, 2)
+        return OutputDerivatives.of(self.objective.criterion, outputs, target).root(self.numbers_of(rows))[0].transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def output_factors(training: Examples) -> tuple[torch.Tensor, torch.Tensor, torc
     for rows, found in training.outputs():
         _, target = training.stream.load(rows.start, rows.stop)
         derivatives = OutputDerivatives.of(training.objective.criterion, found["output"].to(training.device), target)
-        root, coefficients = derivatives.root(torch.arange(rows.start, rows.stop, device=training.device))
+        root, coefficients = derivatives.root(training.numbers_of(torch.arange(rows.start, rows.stop, device=training.device)))
         parts.append((root.cpu(), coefficients.cpu(), derivatives.gradient.cpu()))
     root, coefficients, gradient = (torch.cat(column) for column in zip(*parts, strict=True))
     return root, coefficients, gradient
@@ -157,7 +157,7 @@ def _of(kind: Any, training: Examples, size: int) -> Any:
             expected=f"at most {LARGEST_OUTPUT}, for a solver that has to have them one by one",
             next_step="set solver: conjugate_gradient, which needs none; or curvature: fisher, which has one row a sample",
         )
-    return kind(training.objective, training.read, training.count, training.options, per_sample=size)
+    return kind(training.objective, training.read, training.count, training.options, training.numbers, per_sample=size)
 
 
 def _assert_one_tensor(output: Any) -> None:

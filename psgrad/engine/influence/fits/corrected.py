@@ -45,7 +45,7 @@ class Corrected(Fitted):
         root, _, gradient = output_factors(training)
         self.plain = plain
         self.leverage = plain.leverage(root, gradient)
-        self.leverage.tell(plain.setting.say)
+        self.leverage.tell(training, plain.setting.say)
         weights = self.leverage.weights.nan_to_num(0.0)
         self.removed = plain.on(with_cotangents(training, gradient + (root @ weights.unsqueeze(2)).squeeze(2)), weights)
         self.facts = {**plain.facts, "largest_leverage": float(self.leverage.largest.max())}

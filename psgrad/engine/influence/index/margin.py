@@ -73,14 +73,15 @@ def _slope(function: Callable[[Any, Any], torch.Tensor], output: torch.Tensor, t
     return found
 
 
-def require_explained(aux: dict[str, torch.Tensor], start: int) -> None:
-    """Raises InfluenceError unless the loss of these samples, the rows from `start` on, is a function of their margin alone."""
+def require_explained(aux: dict[str, torch.Tensor], numbers: torch.Tensor) -> None:
+    """Raises InfluenceError unless the loss of these samples, rows `numbers` [k], is a function of their margin alone."""
     rest, slope = aux["unexplained"], aux["slope"]
     wrong = rest > _UNEXPLAINED * slope + torch.finfo(torch.float64).eps
     if bool(wrong.any()):
         row = int(wrong.nonzero()[0])
         raise InfluenceError(
-            f"TRAK: the loss of row {start + row} is no function of its margin, which leaves {(rest / slope)[row].item():.0%} of its slope",
+            f"TRAK: the loss of row {int(numbers[row])} is no function of its margin, which leaves {(rest / slope)[row].item():.0%} "
+            "of its slope",
             expected="a loss of the label's log odds alone, such as a cross entropy, or a loss of an output that is one number",
             cause="label smoothing, probabilities as targets, or a loss that looks at the other classes one by one",
             next_step="choose another method, such as influence or ekfac",

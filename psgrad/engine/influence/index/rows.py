@@ -90,7 +90,7 @@ def projected_rows(examples: Examples, projector: Projector, of: Of, start: int 
     for place, found in source.each(both, start):
         weight = found.get("weight")
         if weight is not None:
-            require_explained(found, place.start)
+            require_explained(found, examples.numbers_of(torch.arange(place.start, place.stop)))
             found["square_norm"] = found["square_norm"] * weight.square()
         finite = found["rows"].isfinite().all(1) & found["square_norm"].isfinite() & found["loss"].isfinite()
         values: dict[str, Any] = {name: found[name].where(finite, torch.nan) for name in ("loss", "square_norm")}

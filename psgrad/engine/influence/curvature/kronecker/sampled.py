@@ -25,7 +25,7 @@ class SampledRows(OutputRows):
     seed: int = 0
 
     def cotangents(self, outputs: torch.Tensor, target: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
-        roots = OutputDerivatives.of(self.objective.criterion, outputs, target).root(rows)[0]
+        roots = OutputDerivatives.of(self.objective.criterion, outputs, target).root(self.numbers_of(rows))[0]
         size = self.per_sample * roots.shape[2]
         stream = streams(key_of(self.seed, "rows"), rows.to(outputs.device)).unsqueeze(1)
         words = words_at(stream, torch.arange(math.ceil(size / 64), device=outputs.device))
@@ -47,4 +47,4 @@ def fisher_rows(training: Examples, draws: int | None, seed: int) -> OutputRows:
         )
     if draws is None:
         return gauss_newton_rows(training)
-    return SampledRows(training.objective, training.read, training.count, training.options, per_sample=draws, seed=seed)
+    return SampledRows(training.objective, training.read, training.count, training.options, training.numbers, per_sample=draws, seed=seed)
