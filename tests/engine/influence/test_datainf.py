@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from psgrad.engine.influence.examples import Examples
 from psgrad.engine.influence.method import Checkpoint, Fitted
@@ -62,6 +63,27 @@ def test_scores_are_those_of_the_mean_of_inverses() -> None:
             assert np.abs(found[name].numpy() - value).max() < 1e-10 * np.abs(value).max()
         total = sum(expected.values())
         assert np.abs(matrix(method, queries)[""].numpy() - total).max() < 1e-10 * np.abs(total).max()
+
+
+class Scaled(nn.Module):
+    """A linear layer and a temperature, which is a parameter without axes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.temperature = nn.Linear(6, 3), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.temperature
+
+
+def test_a_parameter_may_be_a_single_number() -> None:
+    x, y = classified(N, (6,))
+    model = Scaled().double()
+    training = examples(model, cross_entropy, x, y)
+    rows = gradient_rows(model, cross_entropy, x, y)[:, training.flat.columns["temperature"]][:, 0]
+    expected = np.outer(rows, rows) * np.mean(1 / (rows**2 + 0.1 * np.mean(rows**2))) / N
+    found = matrix(fitted(training), training, "parameter")["temperature"]
+    np.testing.assert_allclose(found, expected, rtol=1e-10)
 
 
 def test_one_example_is_solved_exactly() -> None:

@@ -166,6 +166,21 @@ def test_a_model_in_float32_is_multiplied_in_float64() -> None:
     torch.testing.assert_close(again, matrix, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("curvature", ["gauss_newton", "fisher"])
+def test_chunks_of_samples_to_be_ignored_have_no_rows(curvature: Curvature) -> None:
+    model, _, x, y = problem("images")
+    y = y.clone()
+    y[[0, 3, 4]] = -100
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output[None], target[None], reduction="sum")
+
+    found = by_rows(examples(model, loss, x, y, chunk_size=1), curvature)
+    matrix = dense(model, x[y != -100], y[y != -100], curvature)
+    block = torch.randn(2, len(matrix), dtype=torch.float64)
+    torch.testing.assert_close(found.apply(block), block @ matrix, rtol=1e-10, atol=1e-12)
+
+
 def test_rows_that_share_a_factor_keep_it_once() -> None:
     _, training, _, _ = problem("images")
     found = by_rows(training, "gauss_newton")

@@ -106,7 +106,11 @@ class RowProducts(CurvatureProducts):
 
 def _without_zeros(rows: Rows) -> Rows:
     """The same without those that are zero for all samples: a softmax's curvature has one eigenvalue of zero."""
+    if not rows:
+        return rows
     alive = torch.stack([part.alive() for part in rows.values()]).any(0)
+    if not bool(alive.any()):  # samples to be ignored, all of them
+        return {}
     return rows if bool(alive.all()) else {name: part.only(alive) for name, part in rows.items()}
 
 

@@ -80,7 +80,7 @@ def require_explained(aux: dict[str, torch.Tensor], numbers: torch.Tensor) -> No
     if bool(wrong.any()):
         row = int(wrong.nonzero()[0])
         raise InfluenceError(
-            f"TRAK: the loss of row {int(numbers[row])} is no function of its margin, which leaves {(rest / slope)[row].item():.0%} "
+            f"TRAK: the loss of row {int(numbers[row])} is no function of its margin, which leaves {(rest / slope).sqrt()[row].item():.0%} "
             "of its slope",
             expected="a loss of the label's log odds alone, such as a cross entropy, or a loss of an output that is one number",
             cause="label smoothing, probabilities as targets, or a loss that looks at the other classes one by one",

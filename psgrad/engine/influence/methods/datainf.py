@@ -80,7 +80,7 @@ class MeanOfInverses(Preconditioned):
             weights = {name: products[name] / (squares[name] + self.added[name]).unsqueeze(1) for name in vectors}
 
             def add(total: Vectors, name: str, samples: slice, block: torch.Tensor) -> Vectors:
-                rows = accumulating(block.flatten(1))
+                rows = accumulating(block.reshape(len(block), -1))
                 total[name] += weights[name][samples].t().to(rows.dtype) @ rows
                 return total
 
