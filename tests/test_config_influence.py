@@ -54,6 +54,10 @@ def test_an_option_may_be_set_beside_a_bare_name(tmp_path: Path) -> None:
     assert load_config(path, ["influence.method.damping=0.5"]).influence.method.options == {"damping": 0.5}
 
 
+def test_options_without_a_name_are_those_of_the_default(tmp_path: Path) -> None:
+    assert load(tmp_path, "method.damping=0.5").method == MethodConfig(name="influence", damping=0.5)  # type: ignore[call-arg]
+
+
 def test_queries_may_be_a_dataset_of_their_own_or_rows(tmp_path: Path) -> None:
     own = load(tmp_path, f"queries={QUERIES}").queries
     assert own is not None
@@ -106,6 +110,7 @@ def test_an_index_has_the_options_of_the_engine_and_its_defaults() -> None:
         ("queries={path: q.npz, target: y}", "inputs is missing: the name of the column that the model reads"),
         ("queries={path: q.npz, factory: 'a:b'}", "give path (a file) or factory (a callable that returns a torch Dataset), not both"),
         ("queries={target: y}", "neither path, factory nor rows says what the queries are"),
+        ("evaluate={ks: []}", "influence.evaluate.ks: got an empty list, expected at least 1 of them"),
         ("queries.rows=[]", "rows is an empty list; name at least one row"),
         ("queries.rows=[1, 1]", "a row is listed twice in rows"),
         ("queries.rows=[-1]", "influence.queries.rows.0: got -1, expected at least 0"),

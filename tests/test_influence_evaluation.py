@@ -335,7 +335,20 @@ def test_labels_are_needed_to_flip(place: EvaluationWorkplace) -> None:
     place.save(y=place.arrays["x"][:, 0])
     place.save_queries(y=place.queries["x"][:, 0])
     place.use_model("def Model():\n    return nn.Linear(4, 1)\n")
-    place.influence("--evaluate", "mislabel").refused(2, "flips labels, and the targets of this config are none")
+    place.influence("--evaluate", "mislabel").refused(2, "flips labels, and targets of the loss mse are none")
+
+
+@pytest.mark.parametrize(("kind", "key", "value"), [("lds", "fraction", 1e-3), ("lds", "fraction", 0.999), ("mislabel", "share", 1e-3)])
+def test_shares_that_are_all_or_nothing_are_refused(place: EvaluationWorkplace, kind: str, key: str, value: float) -> None:
+    place.evaluate[key] = value
+    count = ROWS if value > 0.5 else 0
+    noun = "labels" if kind == "mislabel" else "training examples"
+    place.influence("--evaluate", kind).refused(2, f"influence.evaluate.{key}: {value:g} of {ROWS} {noun} are {count} of them")
+
+
+def test_two_examples_are_too_few_to_be_left_out(place: EvaluationWorkplace) -> None:
+    place.save(**{name: column[:2] for name, column in place.arrays.items()})
+    place.influence("--evaluate", "loo").refused(2, "there are 2 training examples to leave out, one at a time")
 
 
 def test_more_removals_than_examples_are_refused(place: EvaluationWorkplace) -> None:

@@ -125,7 +125,7 @@ class InfluenceConfig(Section):
     }
 
     queries: QueriesConfig | None = None
-    method: MethodConfig = Field(default_factory=lambda: MethodConfig(name="influence"))
+    method: MethodConfig = Field(default_factory=MethodConfig)
     measurement: MeasurementConfig = Field(default_factory=MeasurementConfig)
     parameters: ParameterPatterns = None
     checkpoints: list[CheckpointConfig] | None = None

@@ -10,11 +10,12 @@ from psgrad.config.values import Section
 
 
 class MethodConfig(Section):
-    """A method by name, a file of `psgrad/engine/influence/methods` or `module:Class`, with its options. A bare string is the name."""
+    """A method by name, a file of `psgrad/engine/influence/methods` or `module:Class`, with its options. A bare string is the name; options
+    without a name are those of `influence`."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
-    name: str
+    name: str = "influence"
 
     @model_validator(mode="before")
     @classmethod

@@ -139,6 +139,7 @@ _EXPECTED = {
     "greater_than_equal": "at least {ge}",
     "less_than": "less than {lt}",
     "less_than_equal": "at most {le}",
+    "too_short": "at least {min_length} of them",
 }
 
 

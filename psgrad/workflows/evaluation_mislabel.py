@@ -69,13 +69,20 @@ def labels_of(bench: Bench) -> Array:
     """[n] int64. Raises ConfigError where targets are no labels that could be flipped."""
     if bench.setup.run.criterion.kind != "class" or not has_labels(bench.rows):
         raise ConfigError(
-            "--evaluate mislabel flips labels, and the targets of this config are none",
-            expected="a loss of one class a row, such as cross_entropy, with whole numbers as targets",
+            f"--evaluate mislabel flips labels, and targets of the loss {bench.setup.run.config.loss.name} are none",
+            expected="one class a row, as cross_entropy has it, with whole numbers as targets",
+            next_step="two classes are labels 0 and 1 of cross_entropy, for a model with two outputs; or choose another kind of evaluation",
         )
     assert bench.rows.target is not None
     found: Array = bench.rows.target.cpu().numpy()
     if len(np.unique(found)) < 2:
         raise ConfigError("--evaluate mislabel flips labels, and all rows have the same one", expected="at least two classes")
+    count = round(bench.wanted.share * len(found))
+    if not 0 < count < len(found):
+        raise ConfigError(
+            f"influence.evaluate.share: {bench.wanted.share:g} of {len(found)} labels are {count} of them",
+            expected="some labels that are flipped, and some that are not",
+        )
     return found
 
 

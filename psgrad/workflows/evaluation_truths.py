@@ -20,6 +20,9 @@ from psgrad.errors import ConfigError, InfluenceError
 from psgrad.workflows.evaluation_bench import Array, Bench, Fits
 from psgrad.workflows.evaluation_tuning import Curves, tune
 
+# Examples that are left out one at a time, for their effects to be correlated with anything.
+_FEWEST = 3
+
 
 @dataclass
 class Found:
@@ -35,7 +38,12 @@ class Found:
 def evaluate_lds(bench: Bench) -> Found:
     """Linear datamodeling scores over retrained subsets."""
     wanted, random = bench.wanted, np.random.default_rng([bench.wanted.seed, 3])
-    tuning = wanted.tuning
+    tuning, n = wanted.tuning, len(bench.training)
+    if not 0 < round(wanted.fraction * n) < n:
+        raise ConfigError(
+            f"influence.evaluate.fraction: {wanted.fraction:g} of {n} training examples are {round(wanted.fraction * n)} of them",
+            expected="subsets that have some examples, and lack some",
+        )
     fits = fitted_methods(bench)
     asked, set_aside = bench.asked, np.empty(0, dtype=bench.asked.dtype)
     if tuning is not None:
@@ -47,7 +55,7 @@ def evaluate_lds(bench: Bench) -> Found:
         chosen = np.sort(random.choice(len(asked), tuning.queries, replace=False))
         set_aside, asked = asked[chosen], np.delete(asked, chosen)
     others = 0 if tuning is None else tuning.subsets
-    subsets = half_subsets(len(bench.training), others + wanted.subsets, wanted.fraction, random)
+    subsets = half_subsets(n, others + wanted.subsets, wanted.fraction, random)
     outcomes = subset_outcomes(bench, subsets, np.concatenate([set_aside, asked]))
     curves: Curves = {}
     dampings: dict[str, float] = {}
@@ -84,10 +92,12 @@ def evaluate_lds(bench: Bench) -> Found:
 
 def evaluate_loo(bench: Bench) -> Found:
     """Leave-one-out rises by retraining."""
-    wanted = bench.wanted
+    wanted, n = bench.wanted, len(bench.training)
+    if n < _FEWEST:
+        raise ConfigError(f"there are {n} training examples to leave out, one at a time", expected=f"at least {_FEWEST}, for a correlation")
     fits = fitted_methods(bench)
     removed = choose_removals(own_influence(bench, fits), wanted.removals, wanted.highest, np.random.default_rng([wanted.seed, 4]))
-    everything = np.arange(len(bench.training))
+    everything = np.arange(n)
     left = [("all examples", everything), *((f"all but example {row}", np.delete(everything, row)) for row in removed)]
     jobs = [Job(f"{name}, seed {repeat}", rows, seed_of(wanted.seed, 0, repeat)) for name, rows in left for repeat in range(bench.seeds)]
     outcomes = bench.outcomes(jobs, bench.asked).reshape(len(left), bench.seeds, -1)

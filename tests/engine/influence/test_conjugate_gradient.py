@@ -114,6 +114,22 @@ def test_negative_curvature_is_named_with_the_damping_that_would_do(spectrum: bo
     assert facts["converged"]
 
 
+@pytest.mark.parametrize("preconditioned", [True, False])
+def test_a_singular_curvature_is_named_with_the_damping_that_would_do(preconditioned: bool) -> None:
+    matrix = symmetric(torch.cat([torch.zeros(40), torch.logspace(-2, 1, 10)]))
+    rhs = torch.randn(4, 50, dtype=torch.float64)
+
+    def solve(damping: float) -> bool:
+        near = nystroem(lambda v: v @ matrix, 50, damping, rank=20) if preconditioned else None
+        _, facts = conjugate_gradient(lambda v: v @ matrix + damping * v, rhs, preconditioner=near)
+        return bool(facts["converged"])
+
+    with pytest.raises(InfluenceError, match=r"the damped curvature is singular: .* and its largest 10") as caught:
+        solve(0.0)
+    assert caught.value.next_step == "raise the damping by 1.0e-07 or more"
+    assert solve(1e-7)
+
+
 def test_what_is_not_finite_is_refused() -> None:
     matrix = symmetric(torch.ones(5))
     rhs = torch.randn(3, 5, dtype=torch.float64)

@@ -180,6 +180,7 @@ def test_options_that_do_not_go_together_are_refused_in_words() -> None:
         ({"rank": 0}, "rank 0"),
         ({"tolerance": 0.0}, r"tolerance 0\.0"),
         ({"iterations": 0}, "iterations 0"),
+        ({"seed": 1 << 64}, "seed is 18446744073709551616"),
         ({"damping": -1.0}, r"damping is -1\.0"),
         ({"weight_decay": -1.0}, r"weight_decay is -1\.0"),
     ):

@@ -137,3 +137,21 @@ def test_by_the_output_scores_are_losses_at_the_output_that_a_step_leads_to(solv
     np.testing.assert_allclose(scores(fitted.with_damping(damping=0.5), queries), scores(again, queries), rtol=0, atol=1e-13)
     with pytest.raises(InfluenceError, match="scores by the query's output don't split into layers"):
         layer_scores(fitted, queries, "module")
+
+
+def test_by_the_output_an_output_may_be_one_bare_number() -> None:
+    """As of a binary classifier that returns [n]."""
+    wide, (inputs, _) = nn.Linear(6, 1).double(), classified(15)
+    labels = (inputs[:, 0] > 0).double()
+    bare = nn.Sequential(wide, nn.Flatten(0))
+
+    def logistic(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.binary_cross_entropy_with_logits(output.squeeze(), target.squeeze())
+
+    method = Influence(damping=0.03, change="output")
+    found = []
+    for model in (wide, bare):
+        fitted = fit(method, examples(model, logistic, inputs, labels))
+        found.append(scores(fitted, examples(model, logistic, -inputs[:4], labels[:4])))
+    np.testing.assert_allclose(found[1], found[0], rtol=0, atol=1e-13)
+    assert np.abs(found[0]).min() > 0

@@ -61,20 +61,19 @@ class _Changes:
         rows, device = jacobian_rows(queries), steps.training.device
         self.prepared = as_gradients(steps.precondition(queries.flat.split(rows.materialise().to(device))))
         found = torch.cat([found["output"] for _, found in queries.outputs()])
-        self.outputs = found.to(device).double()
+        shape = found.shape[1:]
+        self.outputs = found.to(device).double().reshape(len(found), -1)
         target = queries.stream.load(0, queries.count)[1]
         self.target = target.double() if target is not None and target.is_floating_point() else target
-        shape = self.outputs.shape[1:]
 
         def loss(flat: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
             return queries.objective.criterion(flat.reshape(shape), target)
 
         over_queries = vmap(loss, in_dims=(0, None if target is None else 0))
         self.losses = vmap(over_queries, in_dims=(0, None))
-        self.before = over_queries(self.outputs.flatten(1), self.target)
+        self.before = over_queries(self.outputs, self.target)
 
     def __call__(self, gradients: PerSampleGradients) -> dict[str, torch.Tensor]:
-        outputs = self.outputs.flatten(1)
-        steps = gradients.inner(self.prepared).reshape(len(gradients), *outputs.shape)
-        parts = [self.losses(outputs + some, self.target) for some in steps.split(max(1, _OUTPUTS // outputs.numel()))]
+        steps = gradients.inner(self.prepared).reshape(len(gradients), *self.outputs.shape)
+        parts = [self.losses(self.outputs + some, self.target) for some in steps.split(max(1, _OUTPUTS // self.outputs.numel()))]
         return {"scores": torch.cat(parts).double() - self.before}

@@ -92,6 +92,8 @@ class Influence(Method):
             raise ConfigError(
                 f"influence: tolerance {self.tolerance}, iterations {self.iterations}, rank {self.rank}", expected="all of them above zero"
             )
+        if not 0 <= self.seed < 1 << 63:
+            raise ConfigError(f"influence: seed is {self.seed}", expected="a whole number from 0 to 2^63 - 1")
         Damping(self.damping, self.relative_damping)
         if self.curvature == "hessian" and self.solver == "dual":
             raise ConfigError(

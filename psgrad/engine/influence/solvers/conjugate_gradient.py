@@ -11,7 +11,7 @@ import torch
 from psgrad.engine.gradients.memory import free_memory
 from psgrad.engine.influence.curvature.spectrum import extremes, random_block
 from psgrad.engine.influence.solvers.preconditioner import Preconditioner
-from psgrad.engine.influence.solvers.refusals import ROUNDING, assert_finite, negative_curvature, not_finite
+from psgrad.engine.influence.solvers.refusals import ROUNDING, assert_finite, assert_invertible, negative_curvature, not_finite
 
 Apply = Callable[[torch.Tensor], torch.Tensor]
 
@@ -49,7 +49,7 @@ def conjugate_gradient(
     Returns x [k, p] float64 and facts: iterations, products (with one vector), relative_residual_max and _median, converged, unconverged
     (how many right-hand sides), preconditioner, and with `spectrum` ritz_min and ritz_max, A's extreme eigenvalues, about.
 
-    Raises InfluenceError where A is found not to be positive definite, with the damping that would make it, and where numbers are not
+    Raises InfluenceError where A is found to be singular or indefinite, with the damping that would do, and where numbers are not
     finite. O'Leary, "The block conjugate gradient algorithm and related methods" (1980), in the form that stays stable when residuals
     become dependent: Dubrulle, "Retooling the method of block conjugate gradients" (2001), algorithm BCGrQ.
     """
@@ -59,6 +59,8 @@ def conjugate_gradient(
     ritz = extremes(apply, random_block(1, rhs.shape[1], seed=0, device=rhs.device)[0]) if spectrum else None
     if ritz is not None and float(ritz.values[0]) < -ROUNDING * float(ritz.values[-1].abs()):
         raise negative_curvature(ritz)
+    if ritz is not None:
+        assert_invertible(float(ritz.values[0]), float(ritz.values[-1]), rhs.shape[1])
     size = block or max(1, min(len(rhs), free_memory(rhs.device) // (_SHARE * _ALIVE * 8 * rhs.shape[1])))
     x = torch.cat([run.solve(part) for part in rhs.split(size)]) if len(rhs) else rhs.clone()
     residuals = torch.cat(run.residuals) if run.residuals else rhs.new_zeros(1)

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from psgrad.engine.influence.curvature.spectrum import random_block
+from psgrad.engine.influence.solvers.refusals import assert_invertible
 
 Apply = Callable[[torch.Tensor], torch.Tensor]
 
@@ -58,6 +59,7 @@ def nystroem(apply: Apply, size: int, damping: float, *, rank: int, seed: int = 
         apply: products with the matrix without the damping, [k, p] to [k, p].
         size: p. seed: of the random vectors.
 
+    Raises InfluenceError where the matrix has no more positive eigenvalues than that, and there is no damping.
     Frangella, Tropp and Udell, "Randomized Nystroem Preconditioning" (2021), algorithms 2.1 and 5.1.
     """
     test = torch.linalg.qr(random_block(min(rank, size), size, seed, device).t()).Q  # [p, r]
@@ -72,4 +74,6 @@ def nystroem(apply: Apply, size: int, damping: float, *, rank: int, seed: int = 
     else:
         half = torch.linalg.solve_triangular(factor.t(), sketch, upper=True, left=False)
     left, singular, _ = torch.linalg.svd(half, full_matrices=False)
-    return Nystroem(left.t().contiguous(), (singular.square() - shift).clamp_min(0), damping)
+    values = (singular.square() - shift).clamp_min(0)
+    assert_invertible(float(values.amin()) + damping, float(values.amax()) + damping, size)
+    return Nystroem(left.t().contiguous(), values, damping)

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 # Of the largest eigenvalue, what may be rounding of the lowest.
 ROUNDING = 1e-9
+# Of the largest eigenvalue, what a damping adds that leaves an inverse half its digits.
+_ENOUGH = 1e-8
 
 
 def assert_finite(rhs: torch.Tensor) -> None:
@@ -31,6 +33,20 @@ def not_finite() -> InfluenceError:
         "products with the curvature are not finite",
         cause="a training example whose gradient is not finite, or numbers beyond the type's range",
         next_step="look for such examples with `psgrad analyze`; engine.dtype: float64",
+    )
+
+
+def assert_invertible(smallest: float, largest: float, size: int) -> None:
+    """Raises InfluenceError where a positive semidefinite matrix [size, size] with these extreme eigenvalues, its damping included, has
+    no inverse with any digits. smallest: or anything above it."""
+    if smallest > size * torch.finfo(torch.float64).eps * largest:
+        return
+    enough = f"raise the damping by {_ENOUGH * largest:.1e} or more" if largest > 0 else "look at `parameters`"
+    raise InfluenceError(
+        f"the damped curvature is singular: its smallest eigenvalue is {smallest:.3g} and its largest {largest:.3g}",
+        expected="a positive definite matrix, whose inverse scores are made with",
+        cause="directions in the parameters that no training example's output depends on, and hardly any damping or weight decay",
+        next_step=enough,
     )
 
 
