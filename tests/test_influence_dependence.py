@@ -45,8 +45,8 @@ def products(place: InfluenceWorkplace) -> np.ndarray:
     return (training @ loop_of_gradients(place.model, place.queries["x"], place.queries["y"]).T).numpy()
 
 
-def with_index(place: InfluenceWorkplace) -> None:
-    place.section["index"] = {"path": "index", "projection": "none"}
+def with_index(place: InfluenceWorkplace, **options: str) -> None:
+    place.section["index"] = {"path": "index", "projection": "none"} | options
     built = place.index()
     assert built.code == 0, built.err
 
@@ -194,6 +194,17 @@ def test_rows_are_named_by_their_number_in_the_dataset(place: InfluenceWorkplace
     place.use_loss(ODD)
     place.section["method"] = method
     place.influence().refused(3, words)
+
+
+@pytest.mark.parametrize("name", ["projected_influence", "trak"])
+def test_an_index_damps_by_the_rows_that_have_a_gradient(place: InfluenceWorkplace, name: str) -> None:
+    x = place.arrays["x"].copy()
+    x[3, 0] = np.nan
+    place.save(x=x)
+    place.section["method"] = {"name": name, "projection": "none", "damping": 0.3}
+    without = place.ranked()
+    with_index(place, features="margin")
+    pd.testing.assert_frame_equal(place.ranked("--overwrite"), without, rtol=1e-4, atol=1e-6)
 
 
 # Units ---------------------------------------------------------------------------------------------------------------------------------

@@ -313,7 +313,7 @@ def test_memory_does_not_grow_with_the_rows(tmp_path: Path) -> None:
 
     def counted(checkpoint: int, many: int, names: Any = None) -> Any:
         for start, arrays in honest(checkpoint, many, names):
-            most.append(len(arrays["rows"]))
+            most.extend([len(arrays["rows"])] if names is None else [])
             yield start, arrays
 
     with patch.object(stored, "BLOCK", 16), patch.object(store, "blocks", counted):

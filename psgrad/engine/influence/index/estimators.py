@@ -113,7 +113,7 @@ class RowInfluence(OfRows):
         super().__init__(source)
         self.of = of
         moment = source.moment(of)
-        k, n = len(moment), len(source)
+        k, n = len(moment), source.finite
         mean = float(moment.diagonal().sum()) / (n * k)
         lam = Damping(damping, relative_damping).resolve(mean)
         self.facts |= {"damping": lam, "mean_eigenvalue": mean}

@@ -61,13 +61,17 @@ class RowBlock:
 class RowSource(Protocol):
     """All n training examples' rows at one checkpoint, however they are kept.
 
-    of: what was differentiated. projector: how. params_of: what the rows are of, for messages.
+    of: what was differentiated. projector: how.
     """
 
     of: Of
     projector: Projector
 
     def __len__(self) -> int: ...
+
+    @property
+    def finite(self) -> int:
+        """How many rows have a finite gradient, which is what second moments are sums over."""
 
     def blocks(self) -> Iterator[RowBlock]:
         """All rows, in order, some at a time."""
@@ -110,6 +114,10 @@ class RowsInMemory:
 
     def __len__(self) -> int:
         return self._count
+
+    @property
+    def finite(self) -> int:
+        return sum(int(block.finite.sum()) for block in self._blocks)
 
     def blocks(self) -> Iterator[RowBlock]:
         return iter(self._blocks)

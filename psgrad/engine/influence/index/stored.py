@@ -29,6 +29,10 @@ class StoredRows:
     def __len__(self) -> int:
         return int(self.store.description["rows"])
 
+    @property
+    def finite(self) -> int:
+        return int(self.losses_and_square_norms()[1].isfinite().sum())
+
     def blocks(self) -> Iterator[RowBlock]:
         for start, arrays in self.store.blocks(self.number, max(1, BLOCK // self.projector.width)):
             yield decoded(arrays, start, self.dtype)
