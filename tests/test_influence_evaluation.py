@@ -143,6 +143,30 @@ def test_mislabels_are_flipped_trained_on_and_looked_for(place: EvaluationWorkpl
     assert found["models"] == 2 * 6
 
 
+def test_flipped_labels_are_trained_on_once(place: EvaluationWorkplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = list[int]()
+    original: Callable[..., Any] = Ensemble.__call__
+    monkeypatch.setattr(Ensemble, "__call__", lambda self, jobs: trained.append(len(jobs)) or original(self, jobs))
+    place.evaluate["flips"] = 2
+    place.evaluated("mislabel")
+    assert sum(trained) == 2 * (1 + 5)
+
+
+def test_labels_to_be_ignored_are_none_to_flip(place: EvaluationWorkplace) -> None:
+    labels = place.arrays["y"].copy()
+    labels[[4, 7]] = -100
+    place.save(y=labels)
+    place.influence("--evaluate", "mislabel").refused(2, "2 of 24 rows have -100, to be ignored")
+
+
+def test_what_an_evaluation_does_not_take_from_the_config_is_told(place: EvaluationWorkplace) -> None:
+    place.section["index"] = "index"
+    place.section["method"] = {"name": "influence", "weight_decay": 2 * DECAY}
+    told = " ".join(place.evaluated("lds")["notes"])
+    assert "the index is not asked" in told
+    assert "influence takes a weight decay of 0.1 for the one of training, and models are trained again with 0.05" in told
+
+
 def test_cross_validated_confidence_is_of_models_that_have_not_seen_the_row(place: EvaluationWorkplace) -> None:
     """Of a network that learns every flip by heart, only what was not seen tells."""
     random = np.random.default_rng(0)

@@ -136,15 +136,21 @@ def bench_of(setup: InfluenceSetup, folder: RunFolder, progress: Say) -> Bench:
     config, wanted = setup.run.config, setup.run.config.influence.evaluate
     fresh = fresh_models(config, setup)
     rows = Rows.of(setup.moments[0].training)
-    notes = []
+    notes, methods = list[str](), compared(config, setup.method)
     if same_for_all_seeds(fresh):
         notes.append("the model's factory gives the same weights whatever the seed: trainings differ in the order of the rows alone")
     if setup.run.objective.autocast is not None:
         notes.append("models are retrained in float32, without autocast")
+    if config.influence.index is not None:
+        notes.append("the index is not asked: methods are fitted to the training data, with projections of their own")
+    for name, method in methods.items():
+        decay, trained = getattr(method, "weight_decay", wanted.train.weight_decay), wanted.train.weight_decay
+        if wanted.train.function is None and decay != trained:
+            notes.append(f"{name} takes a weight decay of {decay:g} for the one of training, and models are trained again with {trained:g}")
     return Bench(
         setup=setup,
         wanted=wanted,
-        methods=compared(config, setup.method),
+        methods=methods,
         asked=limited(setup.query_rows, wanted),
         rows=rows,
         train=trainer_of(config, fresh, rows, setup),

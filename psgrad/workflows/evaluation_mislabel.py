@@ -43,14 +43,13 @@ def evaluate_mislabel(bench: Bench) -> Found:
             seed = seed_of(wanted.seed, 3, number, place)
             parts.append(Job(f"set {number} of flips, fold {place}", np.setdiff1d(everything, out), seed, target))
     states = bench.retrained(whole, packed, "weights")
-    outputs = bench.retrained(whole, lambda members: members.outputs(bench.rows), "outputs")
-    bench.models -= len(whole)  # the same ones
     unseen = bench.retrained(parts, lambda members: members.outputs(bench.rows), "outputs")
     found: dict[str, list[Detection]] = {}
     for number, (given, flipped) in enumerate(flips):
         examples = trained_examples(bench, states[number], given)
         scores = influences(bench, examples)
-        scores |= {RANDOM: draws[number].standard_normal(len(labels)), **own_controls(examples), **suspicion(outputs[number], given)}
+        outputs = torch.cat([block["output"] for _, block in examples.outputs()]).double().numpy()
+        scores |= {RANDOM: draws[number].standard_normal(len(labels)), **own_controls(examples), **suspicion(outputs, given)}
         held_out = np.zeros(len(labels))
         for place, out in enumerate(left_out[number]):
             held_out[out] = suspicion(unseen[number * FOLDS + place], given)["1 - p(label)"][out]
@@ -77,6 +76,13 @@ def labels_of(bench: Bench) -> Array:
     found: Array = bench.rows.target.cpu().numpy()
     if len(np.unique(found)) < 2:
         raise ConfigError("--evaluate mislabel flips labels, and all rows have the same one", expected="at least two classes")
+    ignored = found == bench.setup.run.criterion.ignore_index
+    if ignored.any():
+        raise ConfigError(
+            f"--evaluate mislabel flips labels, and {int(ignored.sum())} of {len(found)} rows have {found[ignored][0]}, to be ignored",
+            expected="a label in every row of the training data",
+            next_step="leave these rows out of the data",
+        )
     count = round(bench.wanted.share * len(found))
     if not 0 < count < len(found):
         raise ConfigError(
