@@ -76,6 +76,12 @@ def test_the_files_of_a_run(place: InfluenceWorkplace) -> None:
     assert "<html" in (folder / "report.html").read_text()
 
 
+@pytest.mark.report
+def test_a_report_may_be_left_out(place: InfluenceWorkplace) -> None:
+    place.ranked("--no-report")
+    assert not {"plots", "report.html"} & {path.name for path in (place.folder / "out").iterdir()}
+
+
 def test_the_manifest_says_sign_and_unit_and_what_was_used(place: InfluenceWorkplace) -> None:
     place.section["measurement"] = "margin"
     place.ranked()

@@ -29,6 +29,7 @@ class Kind(StrEnum):
 Top = Annotated[int | None, typer.Option("--top", metavar="N", min=1, help="How many examples of either sign to rank for each query.")]
 MethodName = Annotated[str | None, typer.Option("--method", metavar="NAME", help="Method, with its default options.")]
 Matrix = Annotated[bool, typer.Option("--matrix", help="Also write all scores, a row a training example, as matrix.safetensors.")]
+Report = Annotated[bool, typer.Option("--report/--no-report", help="Draw plots and report.html; without them answers come sooner.")]
 Evaluate = Annotated[
     Kind | None,
     typer.Option(
@@ -47,6 +48,7 @@ def influence(
     method: MethodName = None,
     top: Top = None,
     matrix: Matrix = False,
+    report: Report = True,
     evaluate: Evaluate = None,
     output: Output = None,
     settings: Settings = None,
@@ -72,7 +74,7 @@ def influence(
         from psgrad import workflows
 
         with progress_display() as progress:
-            result = workflows.influence(resolved, overwrite=overwrite, matrix=matrix, progress=progress)
+            result = workflows.influence(resolved, overwrite=overwrite, matrix=matrix, report=report, progress=progress)
         _show(result, resolved.influence.top, style)
 
 

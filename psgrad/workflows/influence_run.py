@@ -33,11 +33,13 @@ _SHOWN_QUERIES = 6
 _SHOWN_EXAMPLES = 8
 
 
-def influence(config: Config, *, overwrite: bool = False, matrix: bool = False, progress: Say = lambda _: None) -> InfluenceResult:
+def influence(
+    config: Config, *, overwrite: bool = False, matrix: bool = False, report: bool = True, progress: Say = lambda _: None
+) -> InfluenceResult:
     """Rank the training examples for each query: the whole of `psgrad influence`.
 
-    `matrix` has all scores written, too, as matrix.safetensors. Raises PsgradError for everything that can be wrong with the config,
-    the model, the data or the disk.
+    `matrix` has all scores written, too, as matrix.safetensors; without `report` plots and page are left out. Raises PsgradError for
+    everything that can be wrong with the config, the model, the data or the disk.
     """
     RunFolder.require_free(config.output, overwrite)
     clock, warnings = Clock(), _Warnings(progress)
@@ -69,8 +71,9 @@ def influence(config: Config, *, overwrite: bool = False, matrix: bool = False, 
         with clock("tables"):
             result = _result(setup, looks, rankings, own, fitted, facts, folder, warnings.said)
             write_tables(result, rankings, folder)
-        with clock("report"):
-            write_influence_report(result, folder.write_bytes)
+        if report:
+            with clock("report"):
+                write_influence_report(result, folder.write_bytes)
     return result
 
 
