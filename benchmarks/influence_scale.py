@@ -4,7 +4,8 @@
 
 An index of so many random images, as the CNN of configs/digits/model.py sees them, is built by `psgrad influence index`; then `psgrad
 influence --no-report` asks it for 100 queries, with gradient_dot and with trak, from the start of the process to its end. Memory is the
-most that a process has resident while the gradient dot products of 2,000 rows, and of ten times as many, stream past, beyond what it had before.
+most that a process has resident while the gradient dot products of 2,000 rows, and of ten times as many, stream past, beyond what it had
+before.
 
 The bars: 5 s for the answer; for ten times the rows at most a tenth more memory, and a megabyte for what an allocator keeps.
 """

@@ -85,12 +85,12 @@ def test_the_tables_and_the_path_go_to_stdout_and_words_to_stderr(config: Path, 
     assert "300 training examples scored for 20 queries" in err
     ((name, (resolved,), options),) = stage.calls
     assert name == "influence"
-    assert options == {"overwrite": False, "matrix": False}
+    assert options == {"overwrite": False, "matrix": False, "report": True}
     assert resolved.output == Path("runs/out")
 
 
 def test_options_reach_the_workflow_and_the_config(config: Path, stage: Stage, run: Any) -> None:
-    words = ("--method", "tracin", "--top", 2, "--matrix", "--overwrite", "--output", "elsewhere")
+    words = ("--method", "tracin", "--top", 2, "--matrix", "--no-report", "--overwrite", "--output", "elsewhere")
     code, out, err = run("influence", config, *words, "--set", "influence.method=gradient_dot", "--set", "influence.top=7")
     assert code == 2, "tracin needs its checkpoints: --method comes after --set"
     assert "tracin" in err
@@ -99,7 +99,7 @@ def test_options_reach_the_workflow_and_the_config(config: Path, stage: Stage, r
     assert code == 0, err
     ((_, (resolved,), options),) = stage.calls
     assert (resolved.influence.method.name, resolved.influence.top, str(resolved.output)) == ("ekfac", 2, "elsewhere")
-    assert options == {"overwrite": True, "matrix": True}
+    assert options == {"overwrite": True, "matrix": True, "report": False}
     assert [line.split()[0] for line in out.splitlines()[4:8] if line] == ["rank", "1", "2"]
 
 
