@@ -18,7 +18,7 @@ from psgrad.engine.influence.fits.kernel import ByKernel
 from psgrad.engine.influence.fits.matrix import ByMatrix
 from psgrad.engine.influence.fits.output import AtOutput
 from psgrad.engine.influence.fits.setting import TITLES, Setting
-from psgrad.engine.influence.method import Checkpoint, Fitted, Method
+from psgrad.engine.influence.method import REMOVAL, Checkpoint, Fitted, Method
 from psgrad.engine.influence.solvers.arnoldi import arnoldi
 from psgrad.engine.influence.solvers.conjugate_gradient import conjugate_gradient
 from psgrad.engine.influence.solvers.dual import LARGEST_KERNEL
@@ -95,6 +95,9 @@ class Influence(Method):
         if not 0 <= self.seed < 1 << 63:
             raise ConfigError(f"influence: seed is {self.seed}", expected="a whole number from 0 to 2^63 - 1")
         Damping(self.damping, self.relative_damping)
+        if self.solver == "arnoldi":  # another estimand than the others', and so not the class's unit
+            object.__setattr__(self, "unit", f"{REMOVAL}, as far as its effect is along the curvature's leading eigenvectors")
+            object.__setattr__(self, "predicts_removal", False)
         if self.curvature == "hessian" and self.solver == "dual":
             raise ConfigError(
                 "influence: the dual solver has no Hessian",
