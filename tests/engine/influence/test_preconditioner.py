@@ -81,6 +81,13 @@ def test_a_matrix_with_negative_eigenvalues_has_one_nevertheless() -> None:
     torch.testing.assert_close(x, solved(matrix + 2 * torch.eye(SIZE, dtype=torch.float64), rhs), rtol=1e-4, atol=1e-5)
 
 
+def test_of_a_matrix_of_zeros_it_is_the_damping_but_for_a_factor() -> None:
+    found = nystroem(torch.zeros_like, 7, 0.3, rank=4)
+    block = torch.randn(2, 7, dtype=torch.float64)
+    rooted = found.root(found.root(block, 0.5), 0.5)
+    torch.testing.assert_close(rooted / rooted[0, 0], block / block[0, 0], rtol=1e-12, atol=0)
+
+
 def test_the_same_seed_gives_the_same_preconditioner() -> None:
     matrix = symmetric(SPECTRUM)
     one, same, other = (nystroem(lambda v: v @ matrix, SIZE, DAMPING, rank=5, seed=seed) for seed in (3, 3, 4))

@@ -64,7 +64,8 @@ def nystroem(apply: Apply, size: int, damping: float, *, rank: int, seed: int = 
     """
     test = torch.linalg.qr(random_block(min(rank, size), size, seed, device).t()).Q  # [p, r]
     sketch = apply(test.t()).t()
-    shift = torch.finfo(sketch.dtype).eps * float(torch.linalg.matrix_norm(sketch)) * size**0.5
+    kind = torch.finfo(sketch.dtype)
+    shift = max(kind.eps * float(torch.linalg.matrix_norm(sketch)) * size**0.5, kind.tiny**0.5)  # the matrix may be zero
     sketch = sketch + shift * test
     core = test.t() @ sketch
     factor, failed = torch.linalg.cholesky_ex((core + core.t()) / 2)
