@@ -10,7 +10,7 @@ import pandas as pd
 from psgrad.reports.words import MISSING, brief, identifier, label, number
 from psgrad.results import ALL_INDEX, ALL_QUERIES, SIGN, InfluenceResult, TopSample, disagrees, pairs_of, shown_queries
 
-UNIT_LIMIT = 200
+UNIT_LIMIT = 260
 
 _METHODS = {
     "influence": "influence function",
