@@ -264,14 +264,18 @@ def traker(
     from trak.projectors import BasicProjector, ProjectionType
     from trak.utils import vectorize
 
-    class Given(BasicProjector):
+    class Kept(BasicProjector):
+        def free_memory(self) -> None:
+            """Nothing: of a single checkpoint it would not make its matrix again, and fail."""
+
+    class Given(Kept):
         def project(self, grads: State, model_id: int) -> Tensor:
             return vectorize(grads, device="cpu").float() @ matrices[model_id]
 
     matrices = [] if projections is None else [matrix.float() for matrix in projections]
     width = dimension if projections is None else matrices[0].shape[1]
     size = sum(parameter.numel() for parameter in problem.model.parameters())
-    kind = BasicProjector if projections is None else Given
+    kind = Kept if projections is None else Given
     projector = kind(size, width, 0, ProjectionType.rademacher, "cpu", block_size=width, dtype=torch.float32)
     training = TensorDataset(problem.inputs.float(), problem.target)
     queries = TensorDataset(problem.query_inputs.float(), problem.query_target)
