@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +11,10 @@ import pandas as pd
 import pytest
 import torch
 from safetensors.numpy import load_file
+from torch import nn
 
+from psgrad.engine.influence.evaluation.members import Rows
+from psgrad.workflows.evaluation_bench import behaviour
 from tests.influence_workplace import InfluenceWorkplace, loop_of_gradients
 
 DATASET = """\
@@ -99,6 +104,21 @@ def test_an_index_made_by_other_code_is_refused(place: InfluenceWorkplace, file:
     place.influence().refused(3, "the index index is of something else: fingerprint.code")
 
 
+def test_an_index_made_by_code_that_was_imported_is_refused(place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(place.folder)
+    layers = place.folder / "layers_of_the_index.py"
+    layers.write_text("from torch import nn\n\nActivation = nn.Tanh\n")
+    source = (place.folder / "model.py").read_text().replace("nn.Tanh", "layers_of_the_index.Activation")
+    (place.folder / "model.py").write_text(f"import layers_of_the_index\n{source}")
+    with_index(place)
+    place.ranked()
+    layers.write_text("from torch import nn\n\nActivation = nn.ReLU  # of another size: a cache goes by that\n")
+    for name in [name for name in sys.modules if name == "layers_of_the_index" or name.startswith("psgrad_file_model")]:
+        monkeypatch.delitem(sys.modules, name)
+    importlib.invalidate_caches()
+    place.influence("--overwrite").refused(3, "the index index is of something else: it has a loss of", "as the model has it now")
+
+
 # Checkpoints ---------------------------------------------------------------------------------------------------------------------------
 
 
@@ -167,6 +187,25 @@ def test_a_model_that_draws_at_random_is_refused(place: InfluenceWorkplace) -> N
     place.index().refused(2, *words)
     place.config["model"]["mode"] = "eval"
     assert place.index().code == 0
+
+
+# Models that are trained again ---------------------------------------------------------------------------------------------------------
+
+
+def test_fresh_models_are_told_apart_by_what_they_do() -> None:
+    rows = Rows((torch.randn(5, 4),), None)
+
+    def of(activation: type[nn.Module], spread: float) -> str:
+        def fresh(seed: int) -> nn.Module:
+            model = nn.Sequential(nn.Linear(4, 3), activation())
+            with torch.no_grad():
+                model[0].weight.mul_(spread)
+            return model
+
+        return behaviour(fresh, rows)
+
+    assert of(nn.Tanh, 1) == of(nn.Tanh, 1)
+    assert len({of(nn.Tanh, 1), of(nn.Sigmoid, 1), of(nn.Tanh, 2)}) == 3
 
 
 # Rows that are left out ------------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from psgrad.config import Config, EvaluationConfig, MethodConfig
 from psgrad.engine.influence.evaluation.ensemble import Ensemble, OneByOne, Trainer, fresh_model
@@ -155,7 +156,7 @@ def bench_of(setup: InfluenceSetup, folder: RunFolder, progress: Say) -> Bench:
         rows=rows,
         train=trainer_of(config, fresh, rows, setup),
         store=ShardStore(folder),
-        fingerprint=fingerprint(setup, rows),
+        fingerprint=f"{fingerprint(setup, rows)} {behaviour(fresh, rows)}",
         progress=progress,
         notes=notes,
     )
@@ -198,6 +199,15 @@ def fresh_models(config: Config, setup: InfluenceSetup) -> Callable[[int], nn.Mo
 def same_for_all_seeds(fresh: Callable[[int], nn.Module]) -> bool:
     one, other = (dict(fresh_model(fresh, seed).named_parameters()) for seed in (0, 1))
     return all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def behaviour(fresh: Callable[[int], nn.Module], rows: Rows) -> str:
+    """A digest of a fresh model's weights and of what it says to the first row: it is another where code that the factory imports is."""
+    model = fresh_model(fresh, 0).eval()
+    with torch.no_grad():
+        output = model(*[x[:1] for x in rows.inputs])
+    said = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    return Rows((*model.state_dict().values(), *said), None).digest()
 
 
 def trainer_of(config: Config, fresh: Callable[[int], nn.Module], rows: Rows, setup: InfluenceSetup) -> Trainer:

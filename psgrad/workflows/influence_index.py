@@ -14,7 +14,8 @@ from psgrad.engine.influence.index.build import build_index
 from psgrad.engine.influence.index.spec import IndexSpec, describe
 from psgrad.engine.influence.index.stored import StoredRows
 from psgrad.engine.influence.screening import Screened
-from psgrad.errors import ConfigError
+from psgrad.engine.verify import spread_rows
+from psgrad.errors import ConfigError, OutputError
 from psgrad.inputs.imports import source_digest
 from psgrad.results import IndexResult, Progress
 from psgrad.storage.gradient_index import GradientIndex
@@ -23,6 +24,9 @@ from psgrad.workflows.record import Clock
 from psgrad.workflows.setup import Setup
 
 Say = Callable[[Progress], None]
+
+# Rows whose loss is held against an index that is opened.
+_COMPARED = 8
 
 
 def influence_index(config: Config, *, resume: bool = False, overwrite: bool = False, progress: Say = lambda _: None) -> IndexResult:
@@ -66,7 +70,26 @@ def open_index(config: Config, run: Setup) -> GradientIndex:
     """The finished index of a config. Raises OutputError where it is not there, half built, or of another model, data or settings."""
     store = GradientIndex.open(require_index(config).path)
     store.require(described_index(config, run))
+    _require_its_losses(store, run)
     return store
+
+
+def _require_its_losses(store: GradientIndex, run: Setup) -> None:
+    """What a description can't see is code that the files of the config import, and rows in the midst of a dataset that a factory made:
+    so a few rows are held against the index."""
+    rows = spread_rows(len(run.samples), _COMPARED)
+    known = StoredRows(store, 0).losses_and_square_norms()[0][rows]
+    found = run.stream(lambda _: None).gradients_at(rows).losses.double().cpu()
+    rounding = torch.finfo(run.objective.autocast or run.dtype).eps ** 0.5
+    different = known.isfinite() & ~torch.isclose(found, known, rtol=rounding, atol=rounding)
+    if bool(different.any()):
+        place = int(different.nonzero()[0])
+        raise OutputError(
+            f"the index {store.path} is of something else: it has a loss of {float(known[place]):.4g} for row {rows[place]}",
+            expected=f"{float(found[place]):.4g}, as the model has it now",
+            cause="code that the factory or the loss imports, or the data, were changed since it was built",
+            next_step="put them back, or build the index again with --overwrite",
+        )
 
 
 def described_index(config: Config, run: Setup) -> dict[str, Any]:
