@@ -89,10 +89,12 @@ def test_ridge_regression_is_left_one_out_exactly(solver: Any, outputs: int) -> 
     fitted = fit(Influence(solver=solver, damping=0.0, weight_decay=weight_decay, leverage=True), training)
     found = scores(fitted, examples(model, prediction, test_inputs, test_targets))
     wide = np.concatenate([test_inputs.numpy(), np.ones((6, 1))], axis=1)
+    moves = torch.cat([block.preconditioned_norm for block in fitted.self_influence()]).numpy()
     for row in range(30):
         keep = torch.arange(30) != row
         change = ridge(inputs[keep], targets[keep], 30 * weight_decay) - ridge(inputs, targets, 30 * weight_decay)
         np.testing.assert_allclose(found[row], (wide @ change.T).sum(1), rtol=0, atol=1e-8)
+        np.testing.assert_allclose(moves[row], np.linalg.norm(change), rtol=1e-8)
     assert fitted.facts["largest_leverage"] > 0.5
     plain = scores(fit(Influence(solver=solver, damping=0.0, weight_decay=weight_decay), training), training)
     assert np.abs(plain[0]).max() < 0.6 * np.abs(scores(fitted, training)[0]).max()
@@ -112,6 +114,7 @@ def test_an_example_that_alone_holds_a_parameter_in_place_is_named(solver: Any) 
     found = scores(fitted, training)
     assert np.isnan(found[5]).all()
     assert np.isnan(self_influence(fitted)[0][5])
+    assert [row for row in range(12) if np.isnan(self_influence(fitted)[1][row])] == [5]
     assert np.isfinite(np.delete(found, 5, axis=0)).all()
     assert np.isfinite(np.delete(self_influence(fitted)[0], 5)).all()
     parts = layer_scores(fitted, training, "parameter")

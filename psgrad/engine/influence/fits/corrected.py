@@ -63,5 +63,9 @@ class Corrected(Fitted):
         return replace(block, scores={label: value.masked_fill(gone, torch.nan) for label, value in block.scores.items()})
 
     def self_influence(self) -> Iterator[SelfBlock]:
+        # The removed part's norms are how far parameters move; its blocks need not be cut where those of the whole are.
+        norms = torch.cat([block.preconditioned_norm for block in self.removed.self_influence()]).masked_fill(self.leverage.gone, torch.nan)
         for block in self.plain.self_influence():
-            yield replace(block, self_influence=block.self_influence + self.leverage.extra[block.start : block.stop])
+            rows = slice(block.start, block.stop)
+            own = block.self_influence + self.leverage.extra[rows]
+            yield replace(block, self_influence=own, preconditioned_norm=norms[rows])
