@@ -12,8 +12,8 @@ import yaml
 from psgrad.config import IndexConfig, InfluenceConfig, MethodConfig, load_config
 from psgrad.engine.influence.index.spec import IndexSpec
 from psgrad.engine.influence.methods import known_methods
-from psgrad.errors import ConfigError
-from psgrad.workflows.influence_method import method_from
+from psgrad.errors import ConfigError, InfluenceError
+from psgrad.workflows.influence_method import method_from, told_as_own
 from tests.test_config import MINIMAL
 
 QUERIES = "{path: queries.npz, inputs: x, target: y}"
@@ -164,9 +164,22 @@ def test_a_method_of_ones_own_is_a_class(tmp_path: Path) -> None:
         "from psgrad.engine.influence.methods.gradient_dot import GradientDot\n\n\n"
         "@dataclass(frozen=True)\n"
         "class Twice(GradientDot):\n    factor: float = 2.0\n\n\n"
+        "class Half(GradientDot.__base__):\n    pass\n\n\n"
         "number = print\n"
     )
     method: Any = method_from(MethodConfig(name="own.py:Twice", factor=3.0), tmp_path)  # type: ignore[call-arg]
     assert method.factor == 3.0
     with pytest.raises(ConfigError, match=r"influence.method: own.py:number is no method"):
         method_from(MethodConfig(name="own.py:number"), tmp_path)
+    with pytest.raises(ConfigError, match=r"influence.method: own.py:Half does not define fit"):
+        method_from(MethodConfig(name="own.py:Half"), tmp_path)
+
+
+def test_what_fails_under_a_method_of_ones_own_is_its_mistake_and_not_psgrads() -> None:
+    words = "scoring by the method own.py:Mine raised ZeroDivisionError: division by zero"
+    with pytest.raises(InfluenceError, match=words), told_as_own("own.py:Mine"):
+        1 / 0  # noqa: B018
+    with pytest.raises(ZeroDivisionError), told_as_own("ekfac"):
+        1 / 0  # noqa: B018
+    with pytest.raises(ConfigError, match="known"), told_as_own("own.py:Mine"):
+        raise ConfigError("known")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import signal
@@ -40,6 +41,10 @@ def boundary(debug: bool) -> Iterator[None]:
         # The reader of our stdout has seen enough. Nothing may be flushed into the closed pipe at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(EXIT_OK) from None
+    except OSError as error:
+        # What is written to files has errors of its own.
+        full = error.errno == errno.ENOSPC
+        _leave(_no_room(error) if full else _internal_error(error), EXIT_RUNTIME, debug)
     except Exception as error:
         _leave(_internal_error(error), EXIT_RUNTIME, debug)
     finally:
@@ -57,6 +62,14 @@ def _leave(message: str, exit_code: int, debug: bool) -> None:
         traceback.print_exc(file=sys.stderr)
     typer.echo(printable(message, keep="\n\t"), err=True)
     raise typer.Exit(exit_code) from None
+
+
+def _no_room(error: OSError) -> str:
+    return (
+        f"error: what is printed can't be written: {error.strerror}\n"
+        "  likely cause: standard output goes to a disk that is full\n"
+        "  next step: free some space, or print to another place; the files of the run are in its folder"
+    )
 
 
 def _internal_error(error: Exception) -> str:

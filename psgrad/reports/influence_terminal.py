@@ -56,7 +56,7 @@ def sides_table(proponents: list[Example], opponents: list[Example]) -> Table:
     for heading in ("helps", "hurts"):
         table.add_column(heading, justify="right", no_wrap=True)
         for other in [*(["±"] if spread else []), "id", *(["label", "model"] if classes else [])]:
-            table.add_column(other, no_wrap=True, overflow="fold")
+            table.add_column(other, overflow="fold")  # in a narrow terminal ids are broken, and never numbers
     for rank, pair in enumerate(zip_longest(proponents, opponents), start=1):
         # Text objects: an id such as "[red]" is no markup here.
         table.add_row(str(rank), *(Text(cell) for each in pair for cell in _cells(each, spread, classes)))

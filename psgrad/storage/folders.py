@@ -164,16 +164,17 @@ class RunFolder:
     def _explain(self, error: OSError, target: Path, wanted: int) -> OutputError:
         if error.errno not in files.NO_SPACE:
             return OutputError(f"{target} can't be written: {error.strerror or error}", next_step="check the folder and its permissions")
+        kept = f": {self._kept()}" if self._kept() else ""
         return OutputError(
             f"the disk is full or over quota: {target} can't be written ({error.strerror})",
             expected=f"{wanted:,} free bytes for this file",
-            cause=f"no space; what was written before is whole: {self._kept()}",
+            cause=f"no space; what was written before is whole{f': {kept}' if kept else ''}",
             next_step=self.after_more_space,
         )
 
     def _kept(self) -> str:
-        """What is there after a write that failed, for people."""
-        return f"{self.rows:,} finished samples stay in {self.path / SHARDS}" if self._shards else "no samples were finished yet"
+        """Which samples are there after a write that failed, for people."""
+        return f"{self.rows:,} finished samples stay in {self.path / SHARDS}" if self._shards else ""
 
 
 def _unusable(path: Path, error: OSError) -> OutputError:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,8 @@ from psgrad.config import MethodConfig, is_callable_spec, nearest
 from psgrad.config.reading import explain
 from psgrad.engine.influence.method import Method
 from psgrad.engine.influence.methods import known_methods
-from psgrad.errors import ConfigError
-from psgrad.inputs.imports import resolve
+from psgrad.errors import ConfigError, InfluenceError, PsgradError
+from psgrad.inputs.imports import describe_failure, resolve
 
 
 def method_from(config: MethodConfig, base: Path) -> Method:
@@ -33,6 +35,24 @@ def method_from(config: MethodConfig, base: Path) -> Method:
     raise ConfigError("\n  ".join([f"the method {config.name} does not take these options:", *problems]))
 
 
+@contextmanager
+def told_as_own(name: str) -> Iterator[None]:
+    """What fails under a method of the user's own is told as its mistake: InfluenceError. Of psgrad's methods all passes."""
+    try:
+        yield
+    except PsgradError:
+        raise
+    except Exception as error:
+        if not is_callable_spec(name):
+            raise
+        raise InfluenceError(
+            f"scoring by the method {name} raised {describe_failure(error)}",
+            expected="scores [rows, queries] for all training examples, block by block in order, as psgrad.engine.influence.method says",
+            cause="a mistake in the method",
+            next_step="--debug shows the line",
+        ) from error
+
+
 def _kind(name: str, base: Path) -> type[Method]:
     methods = known_methods()
     if name in methods:
@@ -44,6 +64,11 @@ def _kind(name: str, base: Path) -> type[Method]:
                 f"influence.method: {name} is no method",
                 expected="a class that derives from psgrad.engine.influence.method.Method, a dataclass of its options",
                 next_step="docs/influence.md shows one",
+            )
+        if inspect.isabstract(kind):
+            raise ConfigError(
+                f"influence.method: {name} does not define {', '.join(sorted(kind.__abstractmethods__))}",
+                expected="a method that can be made: psgrad.engine.influence.method.Method says what each has to do",
             )
         return kind
     close = nearest(name, list(methods))

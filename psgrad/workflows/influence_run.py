@@ -22,6 +22,7 @@ from psgrad.results.influence import QUERY_COLUMNS, SIGN, TRAINING_COLUMNS, show
 from psgrad.storage import RunFolder
 from psgrad.workflows.analysis import input_of
 from psgrad.workflows.influence_index import open_index, screened_rows
+from psgrad.workflows.influence_method import told_as_own
 from psgrad.workflows.influence_ranking import Rankings, rank
 from psgrad.workflows.influence_setup import InfluenceSetup, chosen_rows, set_up_influence
 from psgrad.workflows.record import Clock, describe_run, recorded
@@ -57,12 +58,12 @@ def influence(
         with clock("screening"):
             known = None if store is None else screened_rows(store)
             setup, looks = without_nonfinite(setup, known, warnings)
-        with clock("fit"):
+        with clock("fit"), told_as_own(config.influence.method.name):
             fitted = [setup.method.fit(moment.training, moment.checkpoint) for moment in setup.moments]
-        with clock("self-influence"):
+        with clock("self-influence"), told_as_own(config.influence.method.name):
             own = self_influence(setup, fitted, warnings)
             divisors = divisors_of(setup, fitted)
-        with clock("scores"):
+        with clock("scores"), told_as_own(config.influence.method.name):
             rankings = rank(setup, fitted, divisors, _SHOWN_QUERIES, matrix, progress)
         facts["influence"]["fit"] = [each.facts for each in fitted]
         facts["influence"]["warnings"] = warnings.said

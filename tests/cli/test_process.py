@@ -105,6 +105,14 @@ def test_a_reader_that_leaves_is_no_error(config: Path) -> None:
     assert words == "under way\n"
 
 
+def test_a_full_disk_under_standard_output_is_told(config: Path) -> None:
+    process = _start(config, "raise OSError(28, 'No space left on device')")
+    _, words = process.communicate(timeout=20)
+    assert process.returncode == 3
+    assert "error: what is printed can't be written: No space left on device\n" in words
+    assert "internal error" not in words
+
+
 def test_python_m_psgrad_is_psgrad() -> None:
     done = subprocess.run([sys.executable, "-m", "psgrad", "--version"], capture_output=True, text=True, check=True, env=dict(os.environ))
     assert done.stdout.startswith("psgrad ")

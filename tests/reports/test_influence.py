@@ -43,6 +43,21 @@ def _terminal(found: InfluenceResult, top: int = 3, style: str = "terminal") -> 
     return stream.getvalue()
 
 
+class _Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_narrow_terminal_breaks_ids_and_never_cuts_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    found, stream = result(), _Screen()
+    write_influence(found, 3, "terminal", stream)
+    assert "…" not in stream.getvalue()
+    for side in pairs_of(found.scores, ALL_INDEX, 3):
+        for score in side["score"]:
+            assert signed(score) in stream.getvalue()
+
+
 def _pictures(page: Page) -> int:
     return sum((tag, name) == ("img", "src") for tag, name, _ in page.attributes)
 
