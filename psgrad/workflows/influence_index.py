@@ -14,7 +14,6 @@ from psgrad.engine.influence.index.build import build_index
 from psgrad.engine.influence.index.spec import IndexSpec, describe
 from psgrad.engine.influence.index.stored import StoredRows
 from psgrad.engine.influence.screening import Screened
-from psgrad.engine.verify import spread_rows
 from psgrad.errors import ConfigError, OutputError
 from psgrad.inputs.imports import source_digest
 from psgrad.results import IndexResult, Progress
@@ -77,7 +76,7 @@ def open_index(config: Config, run: Setup) -> GradientIndex:
 def _require_its_losses(store: GradientIndex, run: Setup) -> None:
     """What a description can't see is code that the files of the config import, and rows in the midst of a dataset that a factory made:
     so a few rows are held against the index."""
-    rows = spread_rows(len(run.samples), _COMPARED)
+    rows = sorted({place * len(run.samples) // _COMPARED for place in range(_COMPARED)})
     known = StoredRows(store, 0).losses_and_square_norms()[0][rows]
     found = run.stream(lambda _: None).gradients_at(rows).losses.double().cpu()
     rounding = torch.finfo(run.objective.autocast or run.dtype).eps ** 0.5
