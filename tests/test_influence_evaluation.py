@@ -370,6 +370,20 @@ def test_shares_that_are_all_or_nothing_are_refused(place: EvaluationWorkplace, 
     place.influence("--evaluate", kind).refused(2, f"influence.evaluate.{key}: {value:g} of {ROWS} {noun} are {count} of them")
 
 
+def test_a_method_of_ones_own_that_fails_is_left_out_of_the_comparison(place: EvaluationWorkplace) -> None:
+    (place.folder / "own.py").write_text(
+        "from dataclasses import dataclass\nfrom psgrad.engine.influence.methods.gradient_dot import GradientDot\n\n\n"
+        "@dataclass(frozen=True)\nclass Broken(GradientDot):\n    by: int = 0\n\n    def fit(self, training, checkpoint):\n        return 1 / self.by\n"
+    )
+    place.evaluate["methods"] = [{"name": "own.py:Broken", "by": 0}]
+    place.evaluate["subsets"] = 3
+    outcome = place.influence("--evaluate", "lds")
+    assert outcome.code == 0, outcome.err
+    assert "left out: own.py:Broken, as scoring by the method own.py:Broken raised ZeroDivisionError: division by zero" in outcome.out
+    place.section["method"] = "own.py:Broken"
+    place.influence("--evaluate", "lds", "--overwrite").refused(3, "scoring by the method own.py:Broken raised ZeroDivisionError")
+
+
 def test_two_examples_are_too_few_to_be_left_out(place: EvaluationWorkplace) -> None:
     place.save(**{name: column[:2] for name, column in place.arrays.items()})
     place.influence("--evaluate", "loo").refused(2, "there are 2 training examples to leave out, one at a time")

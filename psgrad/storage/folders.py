@@ -164,7 +164,7 @@ class RunFolder:
     def _explain(self, error: OSError, target: Path, wanted: int) -> OutputError:
         if error.errno not in files.NO_SPACE:
             return OutputError(f"{target} can't be written: {error.strerror or error}", next_step="check the folder and its permissions")
-        kept = f": {self._kept()}" if self._kept() else ""
+        kept = self._kept()
         return OutputError(
             f"the disk is full or over quota: {target} can't be written ({error.strerror})",
             expected=f"{wanted:,} free bytes for this file",

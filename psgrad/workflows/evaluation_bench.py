@@ -179,6 +179,11 @@ def with_options(method: MethodConfig) -> str:
     return f"{method.name} ({options})" if options else method.name
 
 
+def spec_of(name: str) -> str:
+    """What a config calls the method with this name in tables."""
+    return name.partition(" (")[0]
+
+
 def limited(rows: Array, wanted: EvaluationConfig) -> Array:
     """At most as many of the query rows as are wanted, at random, in order."""
     if wanted.queries is None or wanted.queries >= len(rows):

@@ -17,8 +17,9 @@ from psgrad.engine.influence.evaluation.removal import removal, strongest
 from psgrad.engine.influence.evaluation.retraining import seed_of
 from psgrad.engine.influence.evaluation.scored import fitted_to, score_matrix, self_influences
 from psgrad.errors import ConfigError, InfluenceError
-from psgrad.workflows.evaluation_bench import Array, Bench, Fits
+from psgrad.workflows.evaluation_bench import Array, Bench, Fits, spec_of
 from psgrad.workflows.evaluation_tuning import Curves, tune
+from psgrad.workflows.influence_method import told_as_own
 
 # Examples that are left out one at a time, for their effects to be correlated with anything.
 _FEWEST = 3
@@ -192,7 +193,8 @@ def fitted_methods(bench: Bench) -> Fits:
     found: Fits = {}
     for name, method in bench.methods.items():
         try:
-            found[name] = method, fitted_to(method, bench.places())
+            with told_as_own(spec_of(name)):
+                found[name] = method, fitted_to(method, bench.places())
         except InfluenceError as error:
             if name == bench.main:
                 raise
@@ -206,7 +208,8 @@ def all_scores(bench: Bench, fits: Fits, asked: Array, only: Iterable[str] | Non
     scores = {}
     for name, (method, fitted) in fits.items():
         try:
-            scores[name] = score_matrix(method, fitted, queries, bench.normalize if name == bench.main else None)
+            with told_as_own(spec_of(name)):
+                scores[name] = score_matrix(method, fitted, queries, bench.normalize if name == bench.main else None)
         except InfluenceError as error:
             if name == bench.main:
                 raise

@@ -126,6 +126,18 @@ def test_a_full_disk_keeps_finished_shards_and_leaves_no_debris(tmp_path: Path, 
     assert len(pd.read_parquet(run.path / "parts" / "samples-00000.parquet")) == 2
 
 
+def test_a_full_disk_says_nothing_of_samples_where_a_run_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = RunFolder.create(tmp_path / "run", overwrite=False)
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OutputError) as failure:
+        folder.write_bytes("scores.csv", b"1")
+    assert "likely cause: no space; what was written before is whole\n" in str(failure.value)
+
+
 def test_a_failed_write_leaves_the_earlier_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunFolder.create(tmp_path / "run")
     run.write_bytes("report.html", b"old")
