@@ -373,7 +373,8 @@ def test_shares_that_are_all_or_nothing_are_refused(place: EvaluationWorkplace, 
 def test_a_method_of_ones_own_that_fails_is_left_out_of_the_comparison(place: EvaluationWorkplace) -> None:
     (place.folder / "own.py").write_text(
         "from dataclasses import dataclass\nfrom psgrad.engine.influence.methods.gradient_dot import GradientDot\n\n\n"
-        "@dataclass(frozen=True)\nclass Broken(GradientDot):\n    by: int = 0\n\n    def fit(self, training, checkpoint):\n        return 1 / self.by\n"
+        "@dataclass(frozen=True)\nclass Broken(GradientDot):\n    by: int = 0\n\n"
+        "    def fit(self, training, checkpoint):\n        return 1 / self.by\n"
     )
     place.evaluate["methods"] = [{"name": "own.py:Broken", "by": 0}]
     place.evaluate["subsets"] = 3
