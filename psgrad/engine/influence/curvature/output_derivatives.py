@@ -69,7 +69,7 @@ class OutputDerivatives:
                 f"at row {int(rows[place])} the loss is not convex in the model's output: "
                 f"its second derivative there is {float(values[place, 0]):.3g} in one direction, and {float(largest[place]):.3g} at most",
                 expected="a loss that is convex in the output (cross-entropy, squared error), which the Gauss-Newton curvature is made of",
-                next_step="set curvature: fisher or hessian",
+                next_step="set curvature: fisher or hessian (of ekfac, fisher: empirical)",
             )
         kept = values > _ROUNDING**2 * largest
         roots = torch.where(kept, values, 0).sqrt()

@@ -165,7 +165,7 @@ def _assert_one_tensor(output: Any) -> None:
         raise InfluenceError(
             f"the model's output is a {type(output).__name__}, and the Gauss-Newton curvature is made of the output's Jacobian",
             expected="a model that returns one tensor",
-            next_step="wrap the model so that it returns the tensor that the loss reads; or set curvature: fisher",
+            next_step="let the model return the tensor that the loss reads alone; or set curvature: fisher (of ekfac, fisher: empirical)",
         )
 
 
