@@ -61,6 +61,11 @@ class InfluenceWorkplace(Workplace):
         assert outcome.code == 0, outcome.err
         return pd.read_parquet(self.folder / "out" / "scores.parquet")
 
+    def samples_of_queries(self) -> list[int]:
+        """The query_index of each row of the last run's table."""
+        found: list[int] = pd.read_parquet(self.folder / "out" / "scores.parquet")["query_index"].tolist()
+        return found
+
     def manifest(self, output: str = "out") -> dict[str, Any]:
         content: dict[str, Any] = json.loads((self.folder / output / "manifest.json").read_text())
         return content

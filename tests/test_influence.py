@@ -294,6 +294,19 @@ def test_nothing_finite_at_all_is_an_error(place: InfluenceWorkplace) -> None:
 # Refusals ------------------------------------------------------------------------------------------------------------------------------
 
 
+def test_queries_without_any_score_are_told(place: InfluenceWorkplace) -> None:
+    place.use_loss("def loss(output, target):\n    return (output.square().sum() * (target >= 0))\n")
+    place.save_queries(y=np.array([0, -1, 1, -1, 2]))
+    outcome = place.influence()
+    assert "2 of 5 queries have no score but zeros and NaN, and no ranking: query-1, query-3" in outcome.err
+    assert (outcome.code, set(place.samples_of_queries())) == (0, {0, 2, 4, -1})
+
+
+def test_a_query_on_which_the_model_fails_is_called_a_query(place: InfluenceWorkplace) -> None:
+    place.save_queries(x=np.zeros((QUERIES, 3), np.float32))
+    place.influence().refused(3, "the queries: the model or the loss raised", "check influence.queries and influence.measurement")
+
+
 def test_one_checkpoint_under_two_names_is_refused(place: InfluenceWorkplace) -> None:
     place.save_checkpoint("a.safetensors", 3)
     place.save_checkpoint("copy.safetensors", 3)

@@ -173,7 +173,8 @@ class GradientIndex:
     def write(self, checkpoint: int, shard: int | None, arrays: Mapping[str, np.ndarray]) -> None:
         """Write a shard, or the sums, all at once. Raises OutputError, and leaves no part of it, where the disk is full."""
         target = self.file(checkpoint, shard)
-        data = save({name: np.ascontiguousarray(array) for name, array in arrays.items()}, metadata={"index": self._id})
+        whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+        data = save(whole, metadata={"index": self._id, "sha256": _digest(whole)})
         try:
             files.make_folder(target.parent)
             files.write_atomically(target, data)
@@ -203,10 +204,19 @@ class GradientIndex:
                     yield rows.start + start, {name: some[start : min(start + most, len(rows))] for name, some in slices.items()}
 
     def _is_written(self, path: Path) -> bool:
+        """Raises OutputError for a file with other numbers than were written."""
         if not path.exists():
             return False
-        with self._opened(path):
-            return True
+        with self._opened(path) as file:
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            if _digest(found) != file.metadata().get("sha256"):
+                raise OutputError(
+                    f"{path} holds other numbers than were written",
+                    expected="the numbers that its own hash was made of",
+                    cause="a damaged disk, or a file that was changed",
+                    next_step=f"delete it, then {_RESUME}",
+                )
+        return True
 
     def _opened(self, path: Path) -> Any:
         try:
@@ -234,6 +244,14 @@ class GradientIndex:
                 folder.rmdir()
         for leftover in files.leftovers_of(self.path / DESCRIPTION):
             leftover.unlink()
+
+
+def _digest(arrays: Arrays) -> str:
+    found = sha256()
+    for name in sorted(arrays):
+        found.update(name.encode())
+        found.update(arrays[name].data if arrays[name].size else b"")
+    return found.hexdigest()
 
 
 def _is_index(path: Path) -> bool:

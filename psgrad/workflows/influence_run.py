@@ -24,7 +24,7 @@ from psgrad.workflows.analysis import input_of
 from psgrad.workflows.influence_index import open_index, screened_rows
 from psgrad.workflows.influence_method import told_as_own
 from psgrad.workflows.influence_ranking import Rankings, rank
-from psgrad.workflows.influence_setup import InfluenceSetup, chosen_rows, set_up_influence
+from psgrad.workflows.influence_setup import InfluenceSetup, chosen_rows, set_up_influence, told_of_queries
 from psgrad.workflows.record import Clock, describe_run, recorded
 
 Say = Callable[[Progress], None]
@@ -65,6 +65,7 @@ def influence(
             divisors = divisors_of(setup, fitted)
         with clock("scores"), told_as_own(config.influence.method.name):
             rankings = rank(setup, fitted, divisors, _SHOWN_QUERIES, matrix, progress)
+            tell_of_unranked(setup, rankings, warnings)
         facts["influence"]["fit"] = [each.facts for each in fitted]
         facts["influence"]["warnings"] = warnings.said
         facts["counts"] = looks.counts()
@@ -135,7 +136,9 @@ def without_nonfinite(setup: InfluenceSetup, known: list[Screened] | None, say: 
     InfluenceError where nothing is left.
     """
     training = [screened(moment.training) for moment in setup.moments] if known is None else known
-    looks = Looks(training, [screened(moment.queries) for moment in setup.moments])
+    with told_of_queries():
+        queries = [screened(moment.queries) for moment in setup.moments]
+    looks = Looks(training, queries)
     samples = setup.run.samples
     for what, kept, ids in (
         ("training examples", looks.kept, samples.ids),
@@ -149,8 +152,7 @@ def without_nonfinite(setup: InfluenceSetup, known: list[Screened] | None, say: 
                 next_step="run psgrad analyze to see which rows and parameters",
             )
         if len(out):
-            named = ", ".join(str(ids[row]) for row in out[:5]) + (f" and {len(out) - 5} more" if len(out) > 5 else "")
-            say(f"excluded {len(out):,} of {len(kept):,} {what}, whose loss or gradient is not finite: {named}")
+            say(f"excluded {len(out):,} of {len(kept):,} {what}, whose loss or gradient is not finite: {named(ids[out])}")
     if looks.kept.all() and looks.asked.all():
         return setup, looks
     rows = np.flatnonzero(looks.kept) if known is None else setup.training_rows
@@ -164,6 +166,18 @@ def without_nonfinite(setup: InfluenceSetup, known: list[Screened] | None, say: 
         for moment in setup.moments
     ]
     return replace(setup, moments=moments, query_rows=asked, training_rows=rows), looks
+
+
+def named(ids: np.ndarray) -> str:
+    """The first few of some ids."""
+    return ", ".join(map(str, ids[:5])) + (f" and {len(ids) - 5} more" if len(ids) > 5 else "")
+
+
+def tell_of_unranked(setup: InfluenceSetup, rankings: Rankings, say: Callable[[str], None]) -> None:
+    """Say which queries have no proponent and no opponent."""
+    ids, rows = setup.query_reader.samples.ids, np.setdiff1d(setup.query_rows, rankings.scores["query_index"])
+    if len(rows):
+        say(f"{len(rows):,} of {len(setup.query_rows):,} queries have no score but zeros and NaN, and no ranking: {named(ids[rows])}")
 
 
 def self_influence(setup: InfluenceSetup, fitted: Sequence[Fitted], say: Callable[[str], None]) -> np.ndarray | None:

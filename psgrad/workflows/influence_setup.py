@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,7 +15,7 @@ from psgrad.engine.influence.examples import Examples
 from psgrad.engine.influence.method import Checkpoint, Method
 from psgrad.engine.measures.predictions import summary_for
 from psgrad.engine.objective import Objective
-from psgrad.errors import ConfigError, DataError
+from psgrad.errors import ConfigError, DataError, LossError, ModelError
 from psgrad.inputs.data import load_data
 from psgrad.inputs.measurements import Measurement, resolve_measurement
 from psgrad.inputs.models import checkpoint_hash, load_model
@@ -157,16 +158,24 @@ def _queries(config: Config, run: Setup, measurement: Measurement) -> tuple[Chec
     wanted = config.influence.queries
     dataset = None if wanted is None else wanted.dataset
     samples: Samples = run.samples if dataset is None else load_data(dataset, config.base)
-    try:
+    with told_of_queries():
         reader = CheckedReader(samples, measurement.criterion, class_count(run.first_output, measurement.criterion))
-    except DataError as error:
-        raise DataError(f"the queries: {error.arrived}", expected=error.expected, cause=error.cause, next_step=error.next_step) from error
     rows = np.arange(len(samples)) if wanted is None or wanted.rows is None else np.array(wanted.rows, dtype=np.int64)
     if rows.max() >= len(samples):
         raise ConfigError(
             f"influence.queries.rows names row {rows.max()}", expected=f"rows from 0 to {len(samples) - 1}: the queries have {len(samples)}"
         )
     return reader, rows
+
+
+@contextmanager
+def told_of_queries() -> Iterator[None]:
+    """What goes wrong inside is told as the queries' fault, not the training data's."""
+    try:
+        yield
+    except (DataError, LossError, ModelError) as error:
+        step = error.next_step and error.next_step.replace("data.inputs and data.target", "influence.queries and influence.measurement")
+        raise type(error)(f"the queries: {error.arrived}", expected=error.expected, cause=error.cause, next_step=step) from error
 
 
 def chosen_rows(reader: CheckedReader, rows: np.ndarray) -> Read:

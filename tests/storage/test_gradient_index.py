@@ -239,3 +239,15 @@ def test_a_child_killed_in_the_middle_of_a_shard_leaves_the_others(tmp_path: Pat
     left = GradientIndex.resume(tmp_path, DESCRIPTION).unwritten()
     assert 0 < len(left) < 8
     assert left[0] == tuple(ended.told[-1])
+
+
+def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
+    index = GradientIndex.create(tmp_path / "index", DESCRIPTION)
+    fill(index)
+    path = index.file(1, 0)
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1  # among the numbers, which stand at the end
+    path.write_bytes(data)
+    with pytest.raises(OutputError, match=r"gradients-00000\.safetensors holds other numbers than were written") as refusal:
+        GradientIndex.open(tmp_path / "index")
+    assert "delete it, then psgrad influence index CONFIG --resume" in str(refusal.value)

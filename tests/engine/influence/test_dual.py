@@ -114,5 +114,5 @@ def test_without_damping_it_says_which_would_do() -> None:
     training, queries, *_ = setup("softmax")
     with pytest.raises(InfluenceError, match="the Gauss-Newton matrix is singular: it is made of 36 rows") as error:
         fit(Influence(solver="dual", damping=0.0), training)
-    enough = float(str(error.value).split("set damping: ")[1].split(",")[0])
+    enough = float(str(error.value).split("set influence.method.damping: ")[1].split(",")[0])
     assert np.isfinite(scores(fit(Influence(solver="dual", damping=enough), training), queries)).all()

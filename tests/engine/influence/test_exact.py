@@ -130,7 +130,7 @@ def test_singular_curvature_is_told_with_a_damping_that_would_do() -> None:
         fit(Influence(damping=0.0), training())
     assert "the Gauss-Newton matrix is singular: its smallest eigenvalue is" in str(error.value)
     assert "and damping and weight decay add 0" in str(error.value)
-    enough = float(str(error.value).split("set damping: ")[1].split()[0])
+    enough = float(str(error.value).split("set influence.method.damping: ")[1].split()[0])
     assert np.isfinite(scores(fit(Influence(damping=enough), training()), queries())).all()
 
 
@@ -149,7 +149,7 @@ def test_an_indefinite_hessian_is_told_with_a_damping_that_would_do_and_is_loud_
     with pytest.raises(InfluenceError, match=f"the Hessian is indefinite: its smallest eigenvalue is {smallest:.3g}") as error:
         fit(Influence("hessian", damping=0.5 * abs(smallest)), training())
     assert "or curvature: gauss_newton" in str(error.value)
-    enough = float(str(error.value).split("set damping: ")[1].split(",")[0])
+    enough = float(str(error.value).split("set influence.method.damping: ")[1].split(",")[0])
     said: list[str] = []
     fit(Influence("hessian", damping=enough), training(), said)
     assert [line for line in said if "the Hessian is indefinite" in line] == said != []

@@ -158,7 +158,7 @@ def factor_of(matrix: torch.Tensor, damping: float, mean_eigenvalue: float, coun
         f"the second moment of the projected gradients is singular: damping {damping:g}, {len(matrix)} columns, {count} training examples",
         expected="a matrix with an inverse",
         cause="fewer training examples than columns, or parameters that the loss does not depend on, and hardly any damping",
-        next_step=f"set damping to {enough:.3g} or more" if enough > 0 else "look at the data: every gradient is zero",
+        next_step=f"set influence.method.damping: {enough:.3g}, or more" if enough > 0 else "look at the data: every gradient is zero",
     )
 
 

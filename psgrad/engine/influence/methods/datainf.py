@@ -135,5 +135,7 @@ def _assert_invertible(name: str, added: float, mean: float) -> None:
         f"DataInf has no inverse for {name}: its damping and the weight decay are zero",
         expected="a damping above zero: one example's gradient alone has no inverse",
         cause=None if mean else "no training example has a gradient in this parameter",
-        next_step=f"set method.damping: {0.1 * mean:.3g}, a tenth of the mean eigenvalue" if mean else "leave it out of `parameters`",
+        next_step=f"set influence.method.damping: {0.1 * mean:.3g}, a tenth of the mean eigenvalue"
+        if mean
+        else "leave it out of `parameters`",
     )

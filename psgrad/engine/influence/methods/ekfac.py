@@ -95,7 +95,7 @@ class KroneckerFactored(Preconditioned):
             cause, next_step = "no training example has a gradient in this layer", "leave it out of `parameters`"
             if mean:
                 cause = "directions that no training example's gradient has"
-                next_step = f"set method.damping: {0.1 * mean:.3g}, a tenth of the mean eigenvalue"
+                next_step = f"set influence.method.damping: {0.1 * mean:.3g}, a tenth of the mean eigenvalue"
             raise InfluenceError(
                 f"the curvature of {block.label} has no inverse: with a damping of {self.damping[block.label]:.3g} its eigenvalues "
                 f"go from {smallest:.3g} to {largest:.3g}",

@@ -82,7 +82,7 @@ class KernelInverse:
             f"the {title} is singular: it is made of {len(matrix)} rows, and damping and weight decay add {shift / count:.3g} "
             f"to eigenvalues that add up to {trace / count:.3g}",
             expected="a positive damping, as the dual form divides by it",
-            next_step=f"set damping: {max(1e-8 * trace, 10 * least) / count:.1e}, or more",
+            next_step=f"set influence.method.damping: {max(1e-8 * trace, 10 * least) / count:.1e}, or more",
         )
 
     def apply(self, vectors: torch.Tensor) -> torch.Tensor:

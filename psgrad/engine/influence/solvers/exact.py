@@ -92,5 +92,6 @@ def _no_inverse(title: str, smallest: float, largest: float, shift: float, count
         cause="the checkpoint is not at a minimum of the training loss"
         if indefinite
         else "directions in the parameters that no training example's output depends on, and no weight decay",
-        next_step=f"set damping: {enough:.1e}" + (", or curvature: gauss_newton" if indefinite and title == "Hessian" else ""),
+        next_step=f"set influence.method.damping: {enough:.1e}"
+        + (", or curvature: gauss_newton" if indefinite and title == "Hessian" else ""),
     )
