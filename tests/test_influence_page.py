@@ -121,3 +121,44 @@ def test_the_example_knows_what_the_page_says_it_knows(run: tuple[Path, str]) ->
     assert queries[["target", "prediction"]].to_numpy().tolist() == [[9, 5]]
     assert len(np.load(CONFIG.parent / "digits-influence" / "test.npz")["label"]) == 360
     assert manifest["influence"]["predicts_removal"] is True
+
+
+def stored(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+    return found
+
+
+def table_below(title: str) -> list[list[str]]:
+    """The rows of the first table below a title, cell by cell."""
+    lines = TEXT[TEXT.index(title) :].splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("|---"))
+    rows = []
+    for line in lines[first + 1 :]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return rows
+
+
+def test_the_datamodeling_scores_are_the_stored_ones() -> None:
+    content = stored("influence-quality-cpu")
+    known = {
+        (row["models"], row["tuned"] is not None, f"{row['mean']:.3f} ({row['interval'][0]:.3f} to {row['interval'][1]:.3f})")
+        for row in content["rows"]
+    }
+    rows = table_below("### Linear datamodeling scores")
+    assert len(rows) >= 25
+    for _, models, default, tuned in rows:
+        assert (int(models), False, default) in known
+        assert not tuned or (int(models), True, tuned) in known
+    missed = [bar for bar, kept in content["bars"].items() if not kept]
+    assert missed == ["psgrad influence ahead of captum NaiveInfluenceFunction, one model, tuned: 0.003"], "the page names what is missed"
+
+
+def test_the_agreement_with_others_is_the_stored_one() -> None:
+    content = stored("influence-agreement-cpu")
+    rows = table_below("### Other people's numbers")
+    assert [row[1] for row in rows] == [each["name"] for each in content["comparisons"]]
+    for row, each in zip(rows, content["comparisons"], strict=True):
+        assert row[3] == (f"{each['error']:.1e}" if each["same"] else f"Spearman {each['spearman']:.7f}")
+        assert each["passed"]
