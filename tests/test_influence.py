@@ -22,7 +22,7 @@ def place(
     found = InfluenceWorkplace(tmp_path, monkeypatch, capfd)
     found.prepare()
     if "report" not in request.keywords:  # drawing takes longer than all the rest
-        monkeypatch.setattr("psgrad.workflows.influence_run.write_influence_report", lambda result, write: None)
+        monkeypatch.setattr("psgrad.reports.influence.write_influence_report", lambda result, write: None)
     return found
 
 

@@ -40,7 +40,7 @@ class Rows(torch.utils.data.Dataset):
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> InfluenceWorkplace:
     found = InfluenceWorkplace(tmp_path, monkeypatch, capfd)
     found.prepare()
-    monkeypatch.setattr("psgrad.workflows.influence_run.write_influence_report", lambda result, write: None)
+    monkeypatch.setattr("psgrad.reports.influence.write_influence_report", lambda result, write: None)
     return found
 
 

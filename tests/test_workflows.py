@@ -624,3 +624,19 @@ def test_the_text_example_on_its_first_passages(tmp_path: Path) -> None:
     assert samples.describe(int(frame["grad_norm"].idxmax())) is not None
     parameters = pd.read_parquet(folder / "parameters.parquet").set_index("parameter")
     assert parameters.loc["embedding.weight", "computed_as"].count("+") == 1  # looked up, and the output head
+
+
+def test_each_command_has_its_way_and_waits_for_no_other() -> None:
+    import psgrad.workflows
+    from psgrad.workflows import influence_indexing, influence_run
+
+    for name in psgrad.workflows.__all__:
+        assert callable(getattr(psgrad.workflows, name)), name
+    assert psgrad.workflows.influence_index is influence_indexing.influence_index
+    assert psgrad.workflows.influence is influence_run.influence
+    with pytest.raises(AttributeError, match="no attribute 'analyse'"):
+        psgrad.workflows.analyse  # type: ignore[attr-defined]  # noqa: B018
+    code = (
+        "import sys, psgrad.workflows; psgrad.workflows.influence; assert not {'matplotlib', 'sklearn', 'dp_accounting'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,12 +1,40 @@
-"""Each command's whole way, from a config to a run folder. The command line and the Python API both call these."""
+"""Each command's whole way, from a config to a run folder. The command line and the Python API both call these.
 
-from psgrad.workflows.analysis import analyze
-from psgrad.workflows.auditing import dp_audit
-from psgrad.workflows.foretelling import plan
-from psgrad.workflows.influence_evaluation import evaluate_influence
-from psgrad.workflows.influence_index import influence_index
-from psgrad.workflows.influence_run import influence
-from psgrad.workflows.private_planning import dp_plan
-from psgrad.workflows.private_training import dp_step
+A command's way is imported when it is asked for, so that none waits for the libraries of the others.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from psgrad.workflows.analysis import analyze
+    from psgrad.workflows.auditing import dp_audit
+    from psgrad.workflows.foretelling import plan
+    from psgrad.workflows.influence_evaluation import evaluate_influence
+    from psgrad.workflows.influence_indexing import influence_index
+    from psgrad.workflows.influence_run import influence
+    from psgrad.workflows.private_planning import dp_plan
+    from psgrad.workflows.private_training import dp_step
 
 __all__ = ["analyze", "dp_audit", "dp_plan", "dp_step", "evaluate_influence", "influence", "influence_index", "plan"]
+
+_MODULES = {
+    "analyze": "analysis",
+    "dp_audit": "auditing",
+    "dp_plan": "private_planning",
+    "dp_step": "private_training",
+    "evaluate_influence": "influence_evaluation",
+    "influence": "influence_run",
+    "influence_index": "influence_indexing",
+    "plan": "foretelling",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = found
+    return found

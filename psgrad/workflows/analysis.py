@@ -20,6 +20,7 @@ from psgrad.results import PARAMETER_COLUMNS, AnalyzeResult, Progress, TopSample
 from psgrad.storage import RunFolder
 from psgrad.workflows.record import Clock, describe_run, recorded
 from psgrad.workflows.setup import CheckedReader, set_up
+from psgrad.workflows.shown_inputs import input_of
 
 # Finished rows are made durable this often: what a crash or a full disk can cost.
 _ROWS_PER_SHARD = 4096
@@ -135,19 +136,3 @@ def top_inputs(samples: Samples, frame: pd.DataFrame, count: int) -> list[TopSam
     """The inputs of the samples with the largest norms, as far as a person can look at them."""
     found = [input_of(samples, int(row)) for row in top_samples(frame, count)["index"]]
     return found if any(sample.image is not None or sample.text is not None for sample in found) else []
-
-
-def input_of(samples: Samples, row: int) -> TopSample:
-    """A row's input, as far as a person can look at it."""
-    text = samples.describe(row)
-    image = as_image(samples.read(row, row + 1).inputs) if text is None else None
-    return TopSample(samples.ids[row], image, text)
-
-
-def as_image(inputs: tuple[torch.Tensor, ...]) -> np.ndarray[Any, Any] | None:
-    """The first input as [H, W] or [C, H, W], if that is its shape: one, three or four channels, or none."""
-    image = inputs[0][0]
-    if image.is_floating_point() and (image.dim() == 2 or (image.dim() == 3 and image.shape[0] in (1, 3, 4))) and min(image.shape[-2:]) > 1:
-        array: np.ndarray[Any, Any] = image.numpy()
-        return array
-    return None

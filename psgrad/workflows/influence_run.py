@@ -16,16 +16,15 @@ from psgrad.engine.influence.method import Fitted
 from psgrad.engine.influence.scoring import divisor
 from psgrad.engine.influence.screening import Screened, screened
 from psgrad.errors import InfluenceError
-from psgrad.reports.influence import write_influence_report
 from psgrad.results import InfluenceResult, Progress
 from psgrad.results.influence import QUERY_COLUMNS, SIGN, TRAINING_COLUMNS, shown_rows
 from psgrad.storage import RunFolder
-from psgrad.workflows.analysis import input_of
-from psgrad.workflows.influence_index import open_index, screened_rows
+from psgrad.workflows.influence_indexing import open_index, screened_rows
 from psgrad.workflows.influence_method import told_as_own
 from psgrad.workflows.influence_ranking import Rankings, rank
 from psgrad.workflows.influence_setup import InfluenceSetup, chosen_rows, set_up_influence, told_of_queries
 from psgrad.workflows.record import Clock, describe_run, recorded
+from psgrad.workflows.shown_inputs import input_of
 
 Say = Callable[[Progress], None]
 
@@ -74,6 +73,8 @@ def influence(
             result = _result(setup, looks, rankings, own, fitted, facts, folder, warnings.said)
             write_tables(result, rankings, folder)
         if report:
+            from psgrad.reports.influence import write_influence_report  # which is all that needs matplotlib
+
             with clock("report"):
                 write_influence_report(result, folder.write_bytes)
     return result

@@ -12,6 +12,7 @@ from psgrad.engine.influence.damping import Damping
 from psgrad.engine.influence.examples import Examples
 from psgrad.engine.influence.flat import Flat
 from psgrad.engine.influence.index.rows import Of, RowBlock, RowSource
+from psgrad.engine.influence.index.stored import StoredRows
 from psgrad.engine.influence.method import Fitted, Per, ScoreBlock, SelfBlock
 from psgrad.errors import InfluenceError
 
@@ -112,6 +113,7 @@ class RowInfluence(OfRows):
     def __init__(self, source: RowSource, of: Of, damping: float | None, relative_damping: float) -> None:
         super().__init__(source)
         self.of = of
+        self.has_self_influence = not isinstance(source, StoredRows)  # of so many rows as an index has it takes longer than all else
         moment = source.moment(of)
         k, n = len(moment), source.finite
         mean = float(moment.diagonal().sum()) / (n * k)
