@@ -114,6 +114,15 @@ def test_tracin_without_a_learning_rate_is_refused(data: Any) -> None:
     assert "influence.checkpoints" in str(refusal.value)
 
 
+def test_something_else_of_the_same_rows_may_be_differentiated(data: Any) -> None:
+    model = network()
+    training, _ = both(model, data, chunk_size=4)
+    found = training.with_scalar(lambda output, target: output[target] ** 2).materialise()
+    for row, (x, y) in enumerate(zip(*data[:2], strict=True)):
+        gradients = torch.autograd.grad(model(x[None])[0, y] ** 2, list(model.parameters()))
+        torch.testing.assert_close(found[row], torch.cat([g.flatten() for g in gradients]), rtol=1e-10, atol=1e-12)
+
+
 def test_rows_with_infinite_numbers_are_found(data: Any) -> None:
     from psgrad.engine.influence.screening import screened
 
