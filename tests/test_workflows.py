@@ -450,7 +450,7 @@ def test_peak_memory_does_not_grow_with_the_dataset(workplace: Workplace) -> Non
     (workplace.folder / "config.yaml").write_text(yaml.safe_dump(workplace.config))
     script = f"""
         from pathlib import Path
-        import psgrad.workflows
+        import psgrad.workflows.analysis
         from psgrad.config import load_config
 
         psgrad.workflows.analysis.write_report = lambda result, write: None

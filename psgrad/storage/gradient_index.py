@@ -21,6 +21,7 @@ FORMAT = 1
 _MARK = "psgrad influence index"
 _RESUME = "psgrad influence index CONFIG --resume"
 _SHOWN = 6
+_SEAL = "psgrad"  # of a file's metadata: which index it is of, and the hash of its numbers
 
 Arrays = dict[str, np.ndarray]
 
@@ -174,7 +175,8 @@ class GradientIndex:
         """Write a shard, or the sums, all at once. Raises OutputError, and leaves no part of it, where the disk is full."""
         target = self.file(checkpoint, shard)
         whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-        data = save(whole, metadata={"index": self._id, "sha256": _digest(whole)})
+        # One entry: safetensors writes several in any order, and the same index would not be the same bytes.
+        data = save(whole, metadata={_SEAL: f"{self._id} {_digest(whole)}"})
         try:
             files.make_folder(target.parent)
             files.write_atomically(target, data)
@@ -209,7 +211,7 @@ class GradientIndex:
             return False
         with self._opened(path) as file:
             found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            if _digest(found) != file.metadata().get("sha256"):
+            if _digest(found) != file.metadata()[_SEAL].rpartition(" ")[2]:
                 raise OutputError(
                     f"{path} holds other numbers than were written",
                     expected="the numbers that its own hash was made of",
@@ -221,7 +223,7 @@ class GradientIndex:
     def _opened(self, path: Path) -> Any:
         try:
             file: Any = safe_open(path, framework="numpy")
-            own = (file.metadata() or {}).get("index") == self._id
+            own = (file.metadata() or {}).get(_SEAL, "").partition(" ")[0] == self._id
         except (OSError, SafetensorError) as error:
             raise OutputError(
                 f"{path} can't be read: {getattr(error, 'strerror', None) or error}",
