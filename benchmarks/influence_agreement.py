@@ -36,7 +36,7 @@ from influence_contenders import (
 from influence_ours import scores
 from torch import Tensor, nn
 
-from psgrad.engine.influence.flat import Flat, as_gradients
+from psgrad.engine.flat import Flat, as_gradients
 from psgrad.engine.influence.index.projector import Projector
 from psgrad.engine.influence.methods.ekfac import EKFAC
 from psgrad.engine.influence.methods.influence import Influence

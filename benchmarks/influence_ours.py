@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from influence_contenders import Problem
 from torch import Tensor
 
-from psgrad.engine.influence.examples import Examples
+from psgrad.engine.examples import Examples
 from psgrad.engine.influence.method import Checkpoint, Fitted, Method
 from psgrad.engine.influence.scoring import joined_scores
 from psgrad.engine.objective import Objective

@@ -15,13 +15,13 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from psgrad.config import Config, EvaluationConfig, MethodConfig
+from psgrad.engine.examples import Examples
 from psgrad.engine.influence.evaluation.ensemble import Ensemble, OneByOne, Trainer, fresh_model
 from psgrad.engine.influence.evaluation.jobs import Job
 from psgrad.engine.influence.evaluation.members import Members, Rows
 from psgrad.engine.influence.evaluation.recipe import Recipe
 from psgrad.engine.influence.evaluation.retraining import measured
 from psgrad.engine.influence.evaluation.scored import Place
-from psgrad.engine.influence.examples import Examples
 from psgrad.engine.influence.method import Fitted, Method
 from psgrad.engine.influence.scoring import Normalize
 from psgrad.inputs.imports import source_digest

@@ -10,13 +10,13 @@ import numpy as np
 import pandas as pd
 import torch
 
+from psgrad.engine.examples import Examples
 from psgrad.engine.influence.evaluation.controls import RANDOM, has_labels, own_controls
 from psgrad.engine.influence.evaluation.jobs import Job
 from psgrad.engine.influence.evaluation.members import Members
 from psgrad.engine.influence.evaluation.mislabel import FOLDS, Detection, detect, flip, folds, over_flips, suspicion
 from psgrad.engine.influence.evaluation.retraining import seed_of
 from psgrad.engine.influence.evaluation.scored import fitted_to, self_influences
-from psgrad.engine.influence.examples import Examples
 from psgrad.engine.influence.method import Checkpoint
 from psgrad.engine.objective import Objective
 from psgrad.errors import ConfigError, InfluenceError

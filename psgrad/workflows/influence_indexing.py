@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from psgrad.config import Config, IndexConfig
-from psgrad.engine.influence.examples import Examples
+from psgrad.engine.examples import Examples
 from psgrad.engine.influence.index.build import build_index
 from psgrad.engine.influence.index.spec import IndexSpec, describe
 from psgrad.engine.influence.index.stored import StoredRows

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from psgrad.config import CheckpointConfig, Config
+from psgrad.engine.examples import Examples
 from psgrad.engine.gradients.loading import Read
-from psgrad.engine.influence.examples import Examples
 from psgrad.engine.influence.method import Checkpoint, Method
 from psgrad.engine.measures.predictions import summary_for
 from psgrad.engine.objective import Objective

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from psgrad.engine.examples import Examples
 from psgrad.engine.gradients.loading import Batch
 from psgrad.engine.influence.curvature.rows import jacobian_rows
-from psgrad.engine.influence.examples import Examples
 from psgrad.engine.objective import Objective
 
 # A leverage nearer to one than this leaves the problem without the example with no solution, as far as float64 can tell.

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from psgrad.engine.influence.examples import Examples
-from psgrad.engine.influence.flat import Vectors, as_gradients
+from psgrad.engine.examples import Examples
+from psgrad.engine.flat import Vectors, as_gradients
 
 Per = Literal["total", "parameter", "module"]
 Scores = dict[str, torch.Tensor]  # label of a layer ("" for all of them) -> [k, m] float64

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from psgrad.engine.influence.examples import Examples
+from psgrad.engine.examples import Examples
 from psgrad.engine.influence.method import Fitted, Method, Per, ScoreBlock, Scores, SelfBlock
 
 Normalize = Literal["none", "self_influence", "preconditioned_norm"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from psgrad.engine.influence.examples import Examples
+from psgrad.engine.examples import Examples
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from psgrad.engine.flat import Flat
 from psgrad.engine.influence.curvature.kronecker import Block
-from psgrad.engine.influence.flat import Flat
 from tests.engine.influence.problems import gradient_rows
 
 

@@ -14,7 +14,7 @@ from scipy.linalg import cho_factor, cho_solve
 from scipy.special import log_softmax, softmax
 from torch import nn
 
-from psgrad.engine.influence.examples import Examples
+from psgrad.engine.examples import Examples
 from psgrad.engine.objective import Objective
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from psgrad.engine.influence.examples import Examples
+from psgrad.engine.examples import Examples
 from psgrad.engine.influence.index.projector import Projector
 from psgrad.engine.influence.method import Checkpoint, Fitted, Method
 from tests.engine.gradients.matrices import projected

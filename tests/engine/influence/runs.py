@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from psgrad.engine.influence.examples import Examples
+from psgrad.engine.examples import Examples
 from psgrad.engine.influence.method import Checkpoint, Fitted, Method
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from psgrad.engine.influence.examples import Examples
+from psgrad.engine.examples import Examples
 from psgrad.engine.influence.method import Checkpoint, Fitted
 from psgrad.engine.influence.methods import datainf
 from psgrad.engine.influence.methods.datainf import DataInf, MeanOfInverses

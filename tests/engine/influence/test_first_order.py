@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from psgrad.engine.influence.examples import Examples
+from psgrad.engine.examples import Examples
 from psgrad.engine.influence.method import Checkpoint, Fitted
 from psgrad.engine.influence.methods.gradient_cosine import GradientCosine
 from psgrad.engine.influence.methods.gradient_dot import GradientDot

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from psgrad.engine.influence.examples import Examples
+from psgrad.engine.examples import Examples
 from psgrad.engine.influence.index import rows, stored
 from psgrad.engine.influence.index.build import build_index
 from psgrad.engine.influence.index.opened import from_index

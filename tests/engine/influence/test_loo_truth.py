@@ -9,7 +9,7 @@ import pytest
 from scipy.linalg import cho_factor
 from scipy.stats import linregress
 
-from psgrad.engine.influence.examples import Examples
+from psgrad.engine.examples import Examples
 from psgrad.engine.influence.methods.influence import Influence
 from tests.engine.influence.problems import SoftmaxRegression, cross_entropy, digits, examples, linear
 from tests.engine.influence.runs import fit, scores

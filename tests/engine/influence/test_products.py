@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from psgrad.engine.examples import Examples
 from psgrad.engine.influence.curvature import products as choosing
 from psgrad.engine.influence.curvature import row_products
 from psgrad.engine.influence.curvature.pass_products import PassProducts
 from psgrad.engine.influence.curvature.products import Curvature, CurvatureProducts, curvature_products
 from psgrad.engine.influence.curvature.row_products import RowProducts
-from psgrad.engine.influence.examples import Examples
 from tests.engine.influence.problems import cross_entropy, examples, squared_error
 
 N, CLASSES, DECAY = 19, 4, 0.3

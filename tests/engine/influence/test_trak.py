@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from psgrad.engine.influence.examples import Examples
+from psgrad.engine.examples import Examples
 from psgrad.engine.influence.index.margin import margin, with_margin
 from psgrad.engine.influence.index.projector import Projector, seed_of
 from psgrad.engine.influence.index.rows import projected_rows

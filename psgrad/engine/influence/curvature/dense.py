@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from psgrad.engine.examples import Examples
+from psgrad.engine.flat import Flat, Vectors
 from psgrad.engine.influence.curvature.outer_products import own_products, sum_over_rows
 from psgrad.engine.influence.curvature.rows import OutputRows
-from psgrad.engine.influence.examples import Examples
-from psgrad.engine.influence.flat import Flat, Vectors
 from psgrad.engine.transforms import grad, linearize, vmap
 
 # Numbers that a block of Hessian columns may take on the way, at a guess: as many a sample as the model has parameters.

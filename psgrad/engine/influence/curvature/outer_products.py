@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
+from psgrad.engine.flat import Flat
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.influence.curvature.row_blocks import Shared, part_of
-from psgrad.engine.influence.flat import Flat
 
 # Columns of a product of a matrix with itself that are computed at once: only what lies on or below the diagonal is.
 _PANEL = 512

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from psgrad.engine.examples import Examples
+from psgrad.engine.flat import Vectors
 from psgrad.engine.gradients.memory import chunk_budget
 from psgrad.engine.influence.curvature.products import Curvature, CurvatureProducts
 from psgrad.engine.influence.curvature.rows import gauss_newton_rows
 from psgrad.engine.influence.curvature.spectrum import hutchinson_trace
-from psgrad.engine.influence.examples import Examples
-from psgrad.engine.influence.flat import Vectors
 from psgrad.engine.transforms import grad, jvp, vjp, vmap
 from psgrad.errors import InfluenceError
 

@@ -8,8 +8,8 @@ from typing import ClassVar, Literal
 
 import torch
 
-from psgrad.engine.influence.examples import Examples
-from psgrad.engine.influence.flat import Flat
+from psgrad.engine.examples import Examples
+from psgrad.engine.flat import Flat
 
 Curvature = Literal["gauss_newton", "hessian", "fisher"]
 Apply = Callable[[torch.Tensor], torch.Tensor]

@@ -10,14 +10,14 @@ from dataclasses import replace
 
 import torch
 
+from psgrad.engine.examples import Examples
+from psgrad.engine.flat import Flat
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.memory import free_memory
 from psgrad.engine.gradients.terms.base import block_bytes
 from psgrad.engine.influence.curvature.products import CurvatureProducts
 from psgrad.engine.influence.curvature.row_blocks import Part, part_of
 from psgrad.engine.influence.curvature.rows import gauss_newton_rows
-from psgrad.engine.influence.examples import Examples
-from psgrad.engine.influence.flat import Flat
 from psgrad.errors import InfluenceError
 
 Rows = Mapping[str, Part]

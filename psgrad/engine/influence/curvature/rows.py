@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
+from psgrad.engine.examples import Examples
+from psgrad.engine.flat import Vectors
 from psgrad.engine.gradients import PerSampleGradients, per_sample_gradients
 from psgrad.engine.gradients.loading import Batch
 from psgrad.engine.gradients.memory import chunk_budget
 from psgrad.engine.gradients.streaming import Measure, Stream
 from psgrad.engine.influence.curvature.output_derivatives import OutputDerivatives
-from psgrad.engine.influence.examples import Examples
-from psgrad.engine.influence.flat import Vectors
 from psgrad.engine.transforms import vmap
 from psgrad.errors import InfluenceError
 

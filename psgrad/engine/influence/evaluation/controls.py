@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from psgrad.engine.examples import Examples
 from psgrad.engine.influence.evaluation.members import Rows
-from psgrad.engine.influence.examples import Examples
 
 Array = np.ndarray[Any, Any]
 

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from psgrad.engine.examples import Examples
 from psgrad.engine.gradients.loading import placed
-from psgrad.engine.influence.examples import Examples
 from psgrad.engine.objective import Criterion
 from psgrad.engine.transforms import functional_call, stack_module_state, vmap
 from psgrad.errors import ModelError

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from psgrad.engine.flat import Flat
 from psgrad.engine.influence.evaluation.jobs import Job
 from psgrad.engine.influence.evaluation.members import Rows
 from psgrad.engine.influence.evaluation.recipe import Recipe
-from psgrad.engine.influence.flat import Flat
 from psgrad.engine.objective import Criterion
 from psgrad.engine.transforms import capture, functional_call, grad_and_value, hessian, vmap
 from psgrad.errors import InfluenceError

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from psgrad.engine.influence.examples import Examples
+from psgrad.engine.examples import Examples
 from psgrad.engine.influence.method import Checkpoint, Fitted, Method
 from psgrad.engine.influence.scoring import Normalize, divisor, joined_scores
 from psgrad.errors import InfluenceError

@@ -9,8 +9,8 @@ from typing import Self
 
 import torch
 
+from psgrad.engine.examples import Examples
 from psgrad.engine.influence.curvature.rows import output_factors
-from psgrad.engine.influence.examples import Examples
 from psgrad.engine.influence.fits.setting import Setting
 from psgrad.engine.influence.leverage import Leverage, with_cotangents
 from psgrad.engine.influence.method import Fitted, Per, Preconditioned, ScoreBlock, SelfBlock

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from psgrad.engine.flat import Vectors
 from psgrad.engine.influence.curvature.products import CurvatureProducts, curvature_products
 from psgrad.engine.influence.fits.setting import Setting
-from psgrad.engine.influence.flat import Vectors
 from psgrad.engine.influence.method import Preconditioned
 
 # (products, lam, right-hand sides [k, p], whether the spectrum is to be told) to the solutions of (C + (weight_decay + lam) I) x = b and

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import torch
 
+from psgrad.engine.examples import Examples
+from psgrad.engine.flat import Vectors, as_gradients
 from psgrad.engine.influence.curvature.rows import OutputRows, output_factors
-from psgrad.engine.influence.examples import Examples
 from psgrad.engine.influence.fits.corrected import Invertible
 from psgrad.engine.influence.fits.setting import Setting
-from psgrad.engine.influence.flat import Vectors, as_gradients
 from psgrad.engine.influence.leverage import Leverage
 from psgrad.engine.influence.method import Per, ScoreBlock, SelfBlock
 from psgrad.engine.influence.solvers.dual import KernelInverse, combinations, kernel, products

@@ -6,11 +6,11 @@ import copy
 
 import torch
 
+from psgrad.engine.examples import Examples
+from psgrad.engine.flat import Vectors
 from psgrad.engine.influence.curvature.dense import loss_hessian, sum_of_outer_products
-from psgrad.engine.influence.examples import Examples
 from psgrad.engine.influence.fits.corrected import Invertible
 from psgrad.engine.influence.fits.setting import Setting
-from psgrad.engine.influence.flat import Vectors
 from psgrad.engine.influence.leverage import Leverage, output_products
 from psgrad.engine.influence.solvers.exact import Inverse
 

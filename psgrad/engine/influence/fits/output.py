@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from psgrad.engine.examples import Examples
+from psgrad.engine.flat import as_gradients
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.influence.curvature.rows import jacobian_rows
-from psgrad.engine.influence.examples import Examples
 from psgrad.engine.influence.fits.corrected import Corrected
-from psgrad.engine.influence.flat import as_gradients
 from psgrad.engine.influence.method import Fitted, Per, Preconditioned, ScoreBlock, SelfBlock
 from psgrad.engine.transforms import vmap
 from psgrad.errors import InfluenceError

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from psgrad.engine.examples import Examples
 from psgrad.engine.influence.curvature.products import Curvature
 from psgrad.engine.influence.curvature.rows import gauss_newton_rows
 from psgrad.engine.influence.damping import Damping
-from psgrad.engine.influence.examples import Examples
 
 TITLES: dict[Curvature, str] = {"gauss_newton": "Gauss-Newton matrix", "hessian": "Hessian", "fisher": "empirical Fisher"}
 

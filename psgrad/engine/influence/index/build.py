@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from psgrad.engine.influence.examples import Examples
+from psgrad.engine.examples import Examples
 from psgrad.engine.influence.index.estimators import require_parameters
 from psgrad.engine.influence.index.projector import Projector
 from psgrad.engine.influence.index.rows import Of, RowBlock, projected_rows

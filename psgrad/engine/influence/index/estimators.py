@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from psgrad.engine.examples import Examples
+from psgrad.engine.flat import Flat
 from psgrad.engine.influence.damping import Damping
-from psgrad.engine.influence.examples import Examples
-from psgrad.engine.influence.flat import Flat
 from psgrad.engine.influence.index.rows import Of, RowBlock, RowSource
 from psgrad.engine.influence.index.stored import StoredRows
 from psgrad.engine.influence.method import Fitted, Per, ScoreBlock, SelfBlock

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.influence.examples import Examples
+from psgrad.engine.examples import Examples
 from psgrad.engine.objective import Objective
 from psgrad.engine.transforms import grad_and_value
 from psgrad.errors import InfluenceError

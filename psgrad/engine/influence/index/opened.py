@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from psgrad.engine.influence.examples import Examples
+from psgrad.engine.examples import Examples
 from psgrad.engine.influence.index.estimators import RowCosines, RowProducts
 from psgrad.engine.influence.index.rows import RowSource
 from psgrad.engine.influence.index.spec import Store

@@ -9,8 +9,8 @@ from typing import Literal
 
 import torch
 
+from psgrad.engine.flat import Flat
 from psgrad.engine.gradients import Gaussian, PerSampleGradients, Projection, Rademacher, Sparse, TwoSided
-from psgrad.engine.influence.flat import Flat
 from psgrad.engine.influence.method import Per
 from psgrad.errors import ConfigError, InfluenceError
 

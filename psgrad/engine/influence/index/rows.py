@@ -9,8 +9,8 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from psgrad.engine.examples import Examples
 from psgrad.engine.gradients import PerSampleGradients
-from psgrad.engine.influence.examples import Examples
 from psgrad.engine.influence.index.margin import require_explained, with_margin
 from psgrad.engine.influence.index.projector import Projector
 from psgrad.errors import InfluenceError

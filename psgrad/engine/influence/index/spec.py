@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, get_args
 import numpy as np
 import torch
 
-from psgrad.engine.influence.examples import Examples
+from psgrad.engine.examples import Examples
 from psgrad.engine.influence.index.projector import Kind, Projector
 from psgrad.engine.influence.index.rows import Of
 from psgrad.errors import ConfigError

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
+from psgrad.engine.examples import Examples
+from psgrad.engine.flat import Vectors, as_gradients
 from psgrad.engine.gradients.queries import PerSampleGradients
 from psgrad.engine.gradients.terms import accumulating
 from psgrad.engine.influence.damping import Damping
-from psgrad.engine.influence.examples import Examples
-from psgrad.engine.influence.flat import Vectors, as_gradients
 from psgrad.engine.influence.method import Checkpoint, Fitted, Method, Preconditioned, SelfBlock, flat_rows
 from psgrad.errors import InfluenceError
 

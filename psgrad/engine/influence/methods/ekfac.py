@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 import torch
 
+from psgrad.engine.examples import Examples
+from psgrad.engine.flat import Vectors, as_gradients
 from psgrad.engine.gradients.queries import PerSampleGradients
 from psgrad.engine.influence.curvature.kronecker import Block, fisher_rows, fit_blocks
 from psgrad.engine.influence.damping import Damping
-from psgrad.engine.influence.examples import Examples
-from psgrad.engine.influence.flat import Vectors, as_gradients
 from psgrad.engine.influence.method import Checkpoint, Fitted, Method, Per, Preconditioned, ScoreBlock, SelfBlock, labelled
 from psgrad.errors import ConfigError, InfluenceError
 

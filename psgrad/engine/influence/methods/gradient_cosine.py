@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.influence.examples import Examples
+from psgrad.engine.examples import Examples
 from psgrad.engine.influence.method import Checkpoint, Fitted, Method, Per, ScoreBlock, SelfBlock, labelled, with_total
 from psgrad.errors import InfluenceError
 

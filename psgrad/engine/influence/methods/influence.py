@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import torch
 
+from psgrad.engine.examples import Examples
 from psgrad.engine.influence.curvature.products import CurvatureProducts
 from psgrad.engine.influence.curvature.rows import LARGEST_OUTPUT, output_size
 from psgrad.engine.influence.damping import Damping
-from psgrad.engine.influence.examples import Examples
 from psgrad.engine.influence.fits.corrected import Corrected
 from psgrad.engine.influence.fits.iterative import ByProducts, Solve
 from psgrad.engine.influence.fits.kernel import ByKernel

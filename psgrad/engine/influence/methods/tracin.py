@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from psgrad.engine.influence.examples import Examples
+from psgrad.engine.examples import Examples
 from psgrad.engine.influence.method import Checkpoint, Fitted, Method, ScoreBlock, Scores
 from psgrad.engine.influence.methods.gradient_dot import Products
 from psgrad.errors import InfluenceError

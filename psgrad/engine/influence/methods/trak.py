@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from psgrad.engine.influence.examples import Examples
+from psgrad.engine.examples import Examples
 from psgrad.engine.influence.index.estimators import RowInfluence
 from psgrad.engine.influence.index.projector import Kind, Projector
 from psgrad.engine.influence.index.rows import RowsInMemory, RowSource

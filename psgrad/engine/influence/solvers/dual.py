@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
+from psgrad.engine.examples import Examples
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.influence.curvature.rows import OutputRows
-from psgrad.engine.influence.examples import Examples
 from psgrad.errors import InfluenceError
 
 # Rows whose kernel is still had: two matrices of 2 GB, and a minute or so on two cores.

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
+from psgrad.engine.flat import Vectors
 from psgrad.engine.gradients.queries import PerSampleGradients
 from psgrad.engine.gradients.terms import Product, accumulating_dtype, blocks
 from psgrad.engine.gradients.terms.grouped import times_shared
 from psgrad.engine.influence.curvature.kronecker.covariances import Side
 from psgrad.engine.influence.curvature.kronecker.forms import Form, only_product
-from psgrad.engine.influence.flat import Vectors
 
 
 @dataclass(frozen=True)

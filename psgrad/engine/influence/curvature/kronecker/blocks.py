@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from psgrad.engine.flat import Vectors
 from psgrad.engine.gradients.queries import PerSampleGradients
 from psgrad.engine.influence.curvature.kronecker.bases import Basis
-from psgrad.engine.influence.flat import Vectors
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ from functools import partial
 
 import torch
 
+from psgrad.engine.examples import Examples
+from psgrad.engine.flat import Vectors
 from psgrad.engine.gradients.per_sample import per_sample_gradients
 from psgrad.engine.gradients.queries import PerSampleGradients
 from psgrad.engine.influence.curvature.kronecker.bases import Basis, Bias
@@ -14,8 +16,6 @@ from psgrad.engine.influence.curvature.kronecker.blocks import Block, sum_of_squ
 from psgrad.engine.influence.curvature.kronecker.covariances import Covariances, Sums, Use
 from psgrad.engine.influence.curvature.kronecker.forms import Form, cover
 from psgrad.engine.influence.curvature.rows import OutputRows
-from psgrad.engine.influence.examples import Examples
-from psgrad.engine.influence.flat import Vectors
 from psgrad.errors import InfluenceError
 
 

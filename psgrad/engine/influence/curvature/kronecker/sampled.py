@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from psgrad.engine.examples import Examples
 from psgrad.engine.gradients.projections.entries import key_of, signs, streams, words_at
 from psgrad.engine.influence.curvature.output_derivatives import OutputDerivatives
 from psgrad.engine.influence.curvature.rows import LARGEST_OUTPUT, OutputRows, gauss_newton_rows, output_size
-from psgrad.engine.influence.examples import Examples
 from psgrad.errors import InfluenceError
 
 

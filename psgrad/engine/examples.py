@@ -10,11 +10,11 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils._pytree import tree_map
 
+from psgrad.engine.flat import Flat, Vectors
 from psgrad.engine.gradients import PerSampleGradients, SquareNorms
 from psgrad.engine.gradients.loading import Read
 from psgrad.engine.gradients.streaming import Measure, Stream
 from psgrad.engine.gradients.terms import accumulating
-from psgrad.engine.influence.flat import Flat, Vectors
 from psgrad.engine.objective import Objective
 from psgrad.engine.transforms import vmap
 
