@@ -79,6 +79,10 @@ class InfluenceError(PsgradError):
     """Scores can't be had: curvature that has no inverse, a solver that does not converge, gradients that are not finite."""
 
 
+class MeasureError(PsgradError):
+    """A measure does not go with this model, loss or data, or its numbers can't be had."""
+
+
 class TransformError(PsgradError, RuntimeError):
     """A function can't be transformed (differentiated, mapped over samples) as it is written.
 

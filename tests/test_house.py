@@ -18,7 +18,7 @@ FLOORS = (
     ("__init__", "__main__"),
     ("cli",),
     ("workflows",),
-    ("engine", "inputs", "reports", "storage"),
+    ("engine", "inputs", "quality", "reports", "storage"),
     ("results",),
     ("config",),
     ("yaml12",),
@@ -29,6 +29,7 @@ ENGINE_FLOORS = (("gradients",), ("transforms",))
 # Libraries that a part does without, even inside a function.
 FORBIDDEN_LIBRARIES = {
     "cli": {"torch"},
+    "quality": {"torch"},
     "reports": {"torch"},
     "storage": {"torch"},
     "results": {"torch"},

@@ -1,5 +1,6 @@
 """What a user may write in the YAML file, and how every mistake in it is told: all at once, with file, line and a suggestion."""
 
+from psgrad.config.analysis import AnalyzeConfig, DetectorConfig, GateConfig, MeasureConfig, OutlierConfig, ReferenceConfig
 from psgrad.config.evaluation import EvaluationConfig, EvaluationKind, TrainConfig, TuningConfig
 from psgrad.config.influence import (
     MEASUREMENTS,
@@ -11,13 +12,13 @@ from psgrad.config.influence import (
 )
 from psgrad.config.mechanism import AdaptiveConfig, ClippingConfig, NoiseConfig, ScheduleConfig
 from psgrad.config.method import MethodConfig
+from psgrad.config.named import NamedSection
 from psgrad.config.privacy import OptimizerConfig, PrivacyConfig
 from psgrad.config.reading import load_config
 from psgrad.config.sampling import RELATIONS, AugmentationConfig, SamplingConfig, UnitConfig
 from psgrad.config.sections import (
     DATA_SUFFIXES,
     LOSS_OPTIONS,
-    AnalyzeConfig,
     DataConfig,
     EngineConfig,
     LossConfig,
@@ -39,19 +40,25 @@ __all__ = [
     "ClippingConfig",
     "Config",
     "DataConfig",
+    "DetectorConfig",
     "EngineConfig",
     "EvaluationConfig",
     "EvaluationKind",
+    "GateConfig",
     "IndexConfig",
     "InfluenceConfig",
     "LossConfig",
+    "MeasureConfig",
     "MeasurementConfig",
     "MethodConfig",
     "ModelConfig",
+    "NamedSection",
     "NoiseConfig",
     "OptimizerConfig",
+    "OutlierConfig",
     "PrivacyConfig",
     "QueriesConfig",
+    "ReferenceConfig",
     "ReportConfig",
     "SamplingConfig",
     "ScheduleConfig",

@@ -1,4 +1,4 @@
-"""The sections that every command shares: model, loss, data, engine; and those of analyze and its report."""
+"""The sections that every command shares: model, loss, data, engine, report."""
 
 from __future__ import annotations
 
@@ -170,13 +170,6 @@ class EngineConfig(Section):
         if self.compile != "none" and self.capture == "off":
             raise ValueError(f"compile: {self.compile} compiles what was captured, and capture is off")
         return self
-
-
-class AnalyzeConfig(Section):
-    """`psgrad analyze`: how many samples to show, and which share of the dataset to put on the review list."""
-
-    top: Annotated[int, Field(ge=1)] = 20
-    review_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.01
 
 
 class ReportConfig(Section):

@@ -7,9 +7,10 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
+from psgrad.config.analysis import AnalyzeConfig, GateConfig
 from psgrad.config.influence import MEASUREMENTS, InfluenceConfig
 from psgrad.config.privacy import PrivacyConfig
-from psgrad.config.sections import LOSS_OPTIONS, AnalyzeConfig, DataConfig, EngineConfig, LossConfig, ModelConfig, ReportConfig
+from psgrad.config.sections import LOSS_OPTIONS, DataConfig, EngineConfig, LossConfig, ModelConfig, ReportConfig
 from psgrad.config.values import FilePath, Section, described
 
 
@@ -28,6 +29,7 @@ class Config(Section):
     data: DataConfig
     engine: EngineConfig = Field(default_factory=EngineConfig)
     analyze: AnalyzeConfig = Field(default_factory=AnalyzeConfig)
+    gate: GateConfig = Field(default_factory=GateConfig)
     report: ReportConfig = Field(default_factory=ReportConfig)
     privacy: PrivacyConfig | None = None
     influence: InfluenceConfig = Field(default_factory=InfluenceConfig)

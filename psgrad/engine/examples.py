@@ -73,6 +73,10 @@ class Examples:
         objective.params = self.params
         return replace(self, objective=objective)
 
+    def sized(self, chunk_size: int) -> Examples:
+        """The same, so many rows at a time."""
+        return replace(self, options={**self.options, "chunk_size": chunk_size, "memory": None})
+
     # -- passes ------------------------------------------------------------------------------------------------------------------
 
     def each(self, query: Query, start: int = 0) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:

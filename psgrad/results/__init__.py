@@ -12,6 +12,11 @@ from psgrad.results.audit import AuditBound as AuditBound
 from psgrad.results.audit import DPAuditResult as DPAuditResult
 from psgrad.results.audit import NeighbourPair as NeighbourPair
 from psgrad.results.audit import NoiseAudit as NoiseAudit
+from psgrad.results.findings import RULES as RULES
+from psgrad.results.findings import CheckResult as CheckResult
+from psgrad.results.findings import Finding as Finding
+from psgrad.results.findings import GateOutcome as GateOutcome
+from psgrad.results.findings import Location as Location
 from psgrad.results.influence import ALL_INDEX as ALL_INDEX
 from psgrad.results.influence import ALL_QUERIES as ALL_QUERIES
 from psgrad.results.influence import QUERY_COLUMNS as QUERY_COLUMNS
@@ -26,6 +31,7 @@ from psgrad.results.influence import pairs_of as pairs_of
 from psgrad.results.influence import ranked_pairs as ranked_pairs
 from psgrad.results.influence import shown_queries as shown_queries
 from psgrad.results.influence import shown_rows as shown_rows
+from psgrad.results.measures import MeasureResult as MeasureResult
 from psgrad.results.planning import ParameterPlan as ParameterPlan
 from psgrad.results.planning import PlanResult as PlanResult
 from psgrad.results.privacy import STEP_COLUMNS as STEP_COLUMNS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from psgrad.results.findings import CheckResult
+from psgrad.results.measures import MeasureResult
+
 SAMPLE_COLUMNS = (
     "id",
     "index",
+    "fingerprint",
     "target",
     "prediction",
     "confidence",
@@ -62,7 +67,8 @@ class AnalyzeResult:
     `samples` has one row per sample in dataset order with SAMPLE_COLUMNS: `grad_norm` is the L2 norm of the gradient of that sample's
     loss in all trainable parameters, `log_norm` its base-10 logarithm. `parameters` has one row per parameter with PARAMETER_COLUMNS:
     the distribution of the per-sample norm of that parameter's gradient, and its `share` of the mean squared norm.
-    `top_inputs` are the inputs of the first ranks, largest norm first; empty where the config leaves inputs out.
+    `top_inputs` are the inputs of the first ranks, largest norm first; empty where the config leaves inputs out. `measures` are those that
+    were asked for, by name. `check` is the gate's verdict, with all findings.
 
     `manifest` is what manifest.json holds. The reports read these keys, and do without the ones that are missing:
     `config` (the resolved config), `versions` {name: version}, `model` {factory, parameters, trainable, checkpoint, sha256, notes,
@@ -76,6 +82,8 @@ class AnalyzeResult:
     folder: Path
     top_inputs: list[TopSample] = field(default_factory=list)
     class_names: list[str] | None = None
+    measures: Mapping[str, MeasureResult] = field(default_factory=dict)
+    check: CheckResult | None = None
 
 
 def rank_samples(frame: pd.DataFrame, review_fraction: float) -> pd.DataFrame:

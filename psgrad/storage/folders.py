@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,11 +15,13 @@ import numpy as np
 import pandas as pd
 
 from psgrad.errors import OutputError, OutputExistsError
+from psgrad.results import MeasureResult, TopSample
 from psgrad.storage import files
 from psgrad.storage.ledger_lines import has_begun
 
 MANIFEST = "manifest.json"
 SHARDS = "parts"
+MEASURES = "measures"
 PUBLIC, PRIVATE = "public", "private"  # of a private run: what may be published, and what may not
 LEDGER = f"{PUBLIC}/ledger.jsonl"
 CHECKPOINT = "checkpoint.safetensors"
@@ -26,7 +29,7 @@ CHECKPOINT = "checkpoint.safetensors"
 # What psgrad writes at the top of a run folder, and so all that replacing a run may remove. A stranger's file stays where it is.
 OWN_ENTRIES = (
     *(SHARDS, "plots", "report.html"),
-    *("samples.parquet", "samples.csv", "parameters.parquet"),
+    *("samples.parquet", "samples.csv", "parameters.parquet", "measures", "measures.json", "findings.jsonl", "check.json", "inputs"),
     *("scores.parquet", "scores.csv", "self_influence.parquet", "queries.parquet", "matrix.safetensors"),
     *("evaluation.json", "evaluation.csv", "evaluation_details.parquet", "evaluation_points.parquet"),
     *(PUBLIC, PRIVATE, CHECKPOINT),
@@ -42,8 +45,7 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.rows = 0
-        self._shards = 0
+        self.rows = 0  # finished samples in shards
 
     @classmethod
     def create(cls, path: Path, overwrite: bool = False) -> Self:
@@ -67,6 +69,17 @@ class RunFolder:
         except OSError as error:
             raise _unusable(path, error) from error
         run.write_manifest({"state": "running"})
+        return run
+
+    @classmethod
+    def reopen(cls, path: Path) -> Self:
+        """The folder of a run that is to go on: what it has finished stays."""
+        run = cls(path)
+        try:
+            for leftover in (*path.glob(".*.tmp"), *(path / SHARDS).glob(".*.tmp")):
+                leftover.unlink()
+        except OSError as error:
+            raise _unusable(path, error) from error
         return run
 
     @staticmethod
@@ -117,17 +130,41 @@ class RunFolder:
             for leftover in files.leftovers_of(self.path / name):
                 leftover.unlink()
 
-    def append_rows(self, frame: pd.DataFrame) -> None:
-        """Keep these rows durably, as the next shard parts/samples-00000.parquet, ..."""
-        self.write_table(f"{SHARDS}/samples-{self._shards:05d}.parquet", frame)
-        self._shards += 1
-        self.rows += len(frame)
-
     def finish_samples(self, frame: pd.DataFrame) -> None:
-        """Write all rows as samples.parquet and samples.csv, then drop the shards."""
+        """Write all rows as samples.parquet and samples.csv."""
         self.write_table("samples.parquet", frame)
         self.write_csv("samples.csv", frame)
+
+    def drop_shards(self) -> None:
+        """Remove the shards: everything that follows from them is written."""
         _remove(self.path / SHARDS)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run in the folder came to its end."""
+        return (manifest_of(self.path) or {}).get("state") == "finished"
+
+    def write_measures(self, results: Mapping[str, MeasureResult]) -> None:
+        """Write measures.json (what each is, and its numbers), measures/<measure>.<table>.parquet and measures/<measure>.safetensors."""
+        about = {}
+        for name, result in results.items():
+            stem = f"{MEASURES}/{file_name(name)}"
+            for table, frame in result.tables.items():
+                self.write_table(f"{stem}.{file_name(table)}.parquet", frame)
+            if result.arrays:
+                self.write_bytes(f"{stem}.safetensors", packed(result.arrays))
+            words = {key: getattr(result, key) for key in ("title", "formula", "unit", "source", "meanings", "numbers")}
+            about[name] = {**words, "tables": list(result.tables), "arrays": list(result.arrays)}
+        self.write_json(f"{MEASURES}.json", about)
+
+    def write_inputs(self, inputs: Sequence[TopSample]) -> None:
+        """Write what is shown of samples: inputs/inputs.json (ids and texts) and inputs/images.safetensors, by place in the list."""
+        if not inputs:
+            return
+        self.write_json("inputs/inputs.json", [{"id": each.id, "text": each.text} for each in inputs])
+        images = {str(place): each.image for place, each in enumerate(inputs) if each.image is not None}
+        if images:
+            self.write_bytes("inputs/images.safetensors", packed(images))
 
     def write_table(self, name: str, frame: pd.DataFrame) -> None:
         """Write a frame as parquet, without its index."""
@@ -174,7 +211,20 @@ class RunFolder:
 
     def _kept(self) -> str:
         """Which samples are there after a write that failed, for people."""
-        return f"{self.rows:,} finished samples stay in {self.path / SHARDS}" if self._shards else ""
+        return f"{self.rows:,} finished samples stay in {self.path / SHARDS}" if self.rows else ""
+
+
+def packed(arrays: Mapping[str, np.ndarray[Any, Any]], about: Mapping[str, str] | None = None) -> bytes:
+    """Arrays as the bytes of a safetensors file."""
+    from safetensors.numpy import save
+
+    # What is not contiguous would come back as something else.
+    content: bytes = save({name: np.asarray(array, order="C") for name, array in arrays.items()}, dict(about) if about else None)
+    return content
+
+
+def file_name(name: str) -> str:
+    return re.sub(r"[^\w-]", "_", name)
 
 
 def _unusable(path: Path, error: OSError) -> OutputError:

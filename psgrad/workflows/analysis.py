@@ -1,8 +1,8 @@
-"""`psgrad analyze`: a dataset's samples, ranked by the norm of their gradient."""
+"""`psgrad analyze`: a dataset's samples, each measured by its own gradient, ranked and judged."""
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,95 +11,131 @@ import pandas as pd
 import torch
 
 from psgrad.config import Config
-from psgrad.engine.gradients.streaming import Columns, Stream
+from psgrad.engine.measures.measure import Gathered, Measure
 from psgrad.engine.measures.norms import GradientNorms
-from psgrad.engine.measures.predictions import Predictions
+from psgrad.errors import ConfigError
 from psgrad.inputs.samples import Samples
 from psgrad.reports.write import write_report
-from psgrad.results import PARAMETER_COLUMNS, AnalyzeResult, Progress, TopSample, rank_samples, top_samples
+from psgrad.results import PARAMETER_COLUMNS, AnalyzeResult, MeasureResult, Progress, TopSample, rank_samples, top_samples
 from psgrad.storage import RunFolder
+from psgrad.storage.finished import load_run
+from psgrad.workflows.measure_setup import measures_of, prepare
+from psgrad.workflows.measuring import Passes
 from psgrad.workflows.record import Clock, describe_run, recorded
-from psgrad.workflows.setup import CheckedReader, set_up
+from psgrad.workflows.resuming import identity, reopen
+from psgrad.workflows.setup import Setup, digest_of, set_up
 from psgrad.workflows.shown_inputs import input_of
 
-# Finished rows are made durable this often: what a crash or a full disk can cost.
-_ROWS_PER_SHARD = 4096
-_SECONDS_PER_SHARD = 30.0
 _PICTURES = 40
 
 Say = Callable[[Progress], None]
 
 
-def analyze(config: Config, *, overwrite: bool = False, progress: Say = lambda _: None) -> AnalyzeResult:
-    """Rank the samples of a dataset by the norm of their gradient: the whole of `psgrad analyze`.
+def analyze(
+    config: Config,
+    *,
+    overwrite: bool = False,
+    resume: bool = False,
+    limit: int | float | None = None,
+    report: bool = True,
+    progress: Say = lambda _: None,
+) -> AnalyzeResult:
+    """Measure the samples of a dataset by their gradients: the whole of `psgrad analyze`.
 
-    Raises PsgradError for everything that can be wrong with the config, the model, the data or the disk. What is finished by
-    then stays in the run folder.
+    `resume` goes on with the run in the output folder, where there is one. `limit` is how many rows are looked at, from the first one on:
+    a number of them, or a fraction between 0 and 1. Raises PsgradError for everything that can be wrong with the config, the model, the
+    data or the disk. What is finished by then stays in the run folder.
     """
-    RunFolder.require_free(config.output, overwrite)
+    if not resume:
+        RunFolder.require_free(config.output, overwrite)
     clock = Clock()
     with clock("load"):
+        measures = measures_of(config)
         run = set_up(config)
-        samples = run.samples
-        stream = run.stream(lambda message: progress(Progress(0, len(samples), "samples", message)))
+        count = limited(len(run.samples), limit)
+        setting, every = prepare(run, measures, count, lambda message: progress(Progress(0, count, "samples", message)))
+        stream = setting.examples.stream
+    now = identity(run, count)
+    folder = reopen(config.output, now) if resume else None
+    if folder is not None and folder.finished:
+        return load_run(config.output)
     with clock("self-check"):
         check = run.self_check(stream)
-    folder = RunFolder.create(config.output, overwrite)
-    facts = describe_run("analyze", run, check)
+    if folder is None:
+        folder = RunFolder.create(config.output, overwrite)
+    facts = {**describe_run("analyze", run, check), "identity": now, "limit": limit}
     with recorded(folder, facts, clock):
-        norms = GradientNorms()
+        passes = Passes(setting, stream, every, about_rows(run), folder, progress)
         with clock("gradients"):
-            rows = collect(stream, run.reader, [norms, Predictions()], folder, progress)
+            measured = passes.run()
         with clock("tables"):
-            frame = rank_samples(rows, config.analyze.review_fraction)
+            frame = rank_samples(measured.table, config.analyze.review_fraction)
+            norms = next(each for each in every if isinstance(each, GradientNorms))
             parameters = parameter_table(norms, run.objective.params)
+            results = {each.name: result_of(each, measured.gathered[each.name]) for each in every if each.name}
             folder.finish_samples(frame)
             folder.write_table("parameters.parquet", parameters)
+            folder.write_measures(results)
         facts["engine"] |= {"chunk_size": stream.chunk_size, "out_of_memory_retries": stream.retries, **stream.replayed}
         facts["engine"]["materialised"] = norms.unfactored
         if norms.unfactored:
-            progress(Progress(len(samples), len(samples), "samples", unfactored_words(norms.unfactored)))
-        facts["counts"] = {"samples": len(frame), "nonfinite": int((frame["status"] != "ok").sum())}
+            progress(Progress(count, count, "samples", unfactored_words(norms.unfactored)))
+        facts["counts"] = {"samples": len(frame), "nonfinite": int((frame["status"] != "ok").sum()), "in_dataset": len(run.samples)}
         facts["timings"] = clock.seconds
-        inputs = top_inputs(samples, frame, max(_PICTURES, config.analyze.top)) if config.report.include_inputs else []
-        result = AnalyzeResult(frame, parameters, facts, folder.path, inputs, config.data.class_names)
+        inputs = top_inputs(run.samples, frame, max(_PICTURES, config.analyze.top)) if config.report.include_inputs else []
+        result = AnalyzeResult(frame, parameters, facts, folder.path, inputs, config.data.class_names, results)
         with clock("report"):
-            write_report(result, folder.write_bytes)
+            folder.write_inputs(inputs)
+            if report:
+                write_report(result, folder.write_bytes)
+    folder.drop_shards()
     return result
 
 
-def collect(stream: Stream, reader: CheckedReader, measures: list[Any], folder: RunFolder, progress: Say) -> pd.DataFrame:
-    """One row a sample, in dataset order; finished rows go to the run folder as shards on the way."""
-    samples = reader.samples
-    done: list[pd.DataFrame] = []
-    waiting: list[pd.DataFrame] = []
-    last = time.monotonic()
-
-    def keep() -> None:
-        if waiting:
-            done.append(pd.concat(waiting, ignore_index=True))
-            folder.append_rows(done[-1])
-            waiting.clear()
-
-    progress(Progress(0, len(samples), "samples"))
-    try:
-        for columns in stream.run(len(samples), measures):
-            waiting.append(rows_of(columns, samples.ids, reader.targets))
-            progress(Progress(columns.stop, len(samples), "samples"))
-            if sum(map(len, waiting)) >= _ROWS_PER_SHARD or time.monotonic() - last > _SECONDS_PER_SHARD:
-                keep()
-                last = time.monotonic()
-    finally:
-        keep()  # after an interrupt too: what is computed is not thrown away
-    return pd.concat(done, ignore_index=True)
+def limited(count: int, limit: int | float | None) -> int:
+    """How many rows are looked at. Raises ConfigError for a limit that is no number of rows, and no fraction of them."""
+    if limit is None:
+        return count
+    whole = float(limit).is_integer() and limit >= 1
+    if not whole and not 0 < limit < 1:
+        raise ConfigError(f"--limit {limit}", expected="a number of samples (at least 1), or a fraction of them between 0 and 1")
+    return min(count, int(limit) if whole else max(1, math.floor(limit * count)))
 
 
-def rows_of(columns: Columns, ids: np.ndarray[Any, Any], targets: np.ndarray[Any, Any] | None) -> pd.DataFrame:
-    """The rows of one chunk: who they are, and what the measures said of them."""
-    rows = slice(columns.start, columns.stop)
-    target = {} if targets is None else {"target": targets[rows]}
-    values = {name: column.numpy() for name, column in columns.values.items()}
-    return pd.DataFrame({"id": ids[rows], "index": np.arange(columns.start, columns.stop), **target, **values})
+def about_rows(run: Setup) -> Callable[[int, int], dict[str, Any]]:
+    """What is known of rows without the measures: who they are. A sample without an id of its own is known by its content."""
+    ids, reader = run.samples.ids, run.reader
+    own_ids = run.config.data.id is not None
+    if not own_ids:
+        reader.contents = np.full(len(ids), "", dtype="U32")
+
+    def about(start: int, stop: int) -> dict[str, Any]:
+        rows = slice(start, stop)
+        prints = [digest_of(each) for each in ids[rows].tolist()] if own_ids or reader.contents is None else reader.contents[rows]
+        target = {} if reader.targets is None else {"target": reader.targets[rows]}
+        return {"id": ids[rows], "index": np.arange(start, stop), "fingerprint": prints, **target}
+
+    return about
+
+
+def result_of(measure: Measure, gathered: Gathered) -> MeasureResult:
+    """What a measure gathered, without torch."""
+    tables = {
+        name: pd.DataFrame({key: value.numpy() if isinstance(value, torch.Tensor) else value for key, value in table.items()})
+        for name, table in gathered.tables.items()
+    }
+    arrays = {name: array.cpu().numpy() for name, array in gathered.arrays.items()}
+    return MeasureResult(
+        measure.name,
+        measure.title or measure.name,
+        measure.formula,
+        measure.unit,
+        measure.source,
+        dict(measure.meanings),
+        dict(gathered.numbers),
+        tables,
+        arrays,
+    )
 
 
 def unfactored_words(names: list[str]) -> str:

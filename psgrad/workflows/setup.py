@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -143,8 +144,11 @@ class CheckedReader:
     """Reads blocks whose targets fit the loss. Where all targets are at hand they are checked at once, before any work.
 
     `targets` are those of one number per row, for the table: [n], None where there are none. For a dataset that yields its targets
-    with its rows only, they are noted as the rows pass by, and are zero until then.
+    with its rows only, they are noted as the rows pass by, and are zero until then. So are `contents`, [n] digests of what each row
+    holds, empty until then, where they are asked for.
     """
+
+    contents: np.ndarray[Any, Any] | None = None
 
     def __init__(self, samples: Samples, criterion: Criterion, classes: int | None) -> None:
         self.samples, self.criterion, self.classes = samples, criterion, classes
@@ -160,6 +164,8 @@ class CheckedReader:
         if not self._known:
             check_targets(self.criterion, block.target, self.classes, first_row=start)
             self._note(slice(start, stop), block.target)
+        if self.contents is not None:
+            self.contents[start:stop] = digests(block)
         return block
 
     def take(self, rows: np.ndarray[Any, Any]) -> Block:
@@ -187,6 +193,24 @@ class CheckedReader:
         if self.targets is None:
             self.targets = np.zeros(len(self.samples), target.numpy().dtype)
         self.targets[rows], self._noted[rows] = target.numpy(), True
+
+
+def digests(block: Block) -> list[str]:
+    """For each row 32 hexadecimal digits of its inputs and its target: types, shapes and values."""
+    tensors = [x.numpy() for x in (*block.inputs, *([] if block.target is None else [block.target]))]
+    found = []
+    for row in range(len(tensors[0])):
+        digest = hashlib.blake2b(digest_size=16)
+        for values in tensors:
+            digest.update(f"{values.dtype.str}{values.shape[1:]}".encode())
+            digest.update(np.ascontiguousarray(values[row]).data)
+        found.append(digest.hexdigest())
+    return found
+
+
+def digest_of(identifier: object) -> str:
+    """32 hexadecimal digits of a sample's id."""
+    return hashlib.blake2b(f"id {identifier!r}".encode("utf-8", "backslashreplace"), digest_size=16).hexdigest()
 
 
 def class_count(first_output: Callable[[], Any], criterion: Criterion) -> int | None:

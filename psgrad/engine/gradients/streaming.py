@@ -153,6 +153,10 @@ class Stream:
 
         return found
 
+    def fix_chunk_size(self, size: int) -> None:
+        """Take so many rows at a time from now on, as an earlier run did: then the numbers are the same to the last bit."""
+        self.chunk_size, self.automatic, self._measured = size, False, False
+
     @property
     def replayed(self) -> dict[str, Any]:
         """How chunks were replayed, in the words of a manifest."""

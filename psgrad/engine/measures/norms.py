@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import math
+from typing import Any
 
 import torch
 
 from psgrad.engine.gradients import PerSampleGradients, SquareNorms
+from psgrad.engine.measures.measure import Arrays, Measure
 
 
-class GradientNorms:
+class GradientNorms(Measure):
     """Columns `loss` and `grad_norm`, the L2 norm of the gradient of a sample's loss in all parameters, in units of loss per
     unit of parameter.
 
     Besides, it keeps the distribution of the norm in each parameter, over all samples with finite numbers, in bounded memory, how the
     norms were computed, and which parameters' gradients had to be written out for it.
     """
-
-    needs_factors = False
 
     def __init__(self) -> None:
         self.parameters: dict[str, NormDistribution] = {}
@@ -40,6 +41,31 @@ class GradientNorms:
         for name, norms in self._chunk.items():
             self.parameters.setdefault(name, NormDistribution()).add(norms)
         self._chunk = {}
+
+    def state(self) -> Arrays:
+        words = {"computed_as": self.computed_as, "unfactored": self.unfactored, "parameters": list(self.parameters)}
+        state = {"words": text_tensor(words)}
+        for place, distribution in enumerate(self.parameters.values()):
+            state |= {f"{place}.{part}": value for part, value in distribution.state().items()}
+        return state
+
+    def restore(self, state: Arrays) -> None:
+        words = from_text_tensor(state["words"])
+        self.computed_as, self.unfactored = words["computed_as"], words["unfactored"]
+        self.parameters = {}
+        for place, name in enumerate(words["parameters"]):
+            distribution = self.parameters[name] = NormDistribution()
+            distribution.restore({part: state[f"{place}.{part}"] for part in distribution.state()})
+
+
+def text_tensor(content: Any) -> torch.Tensor:
+    """Plain values as a tensor of bytes, for a state."""
+    return torch.tensor(list(json.dumps(content).encode()), dtype=torch.uint8)
+
+
+def from_text_tensor(tensor: torch.Tensor) -> Any:
+    """What `text_tensor` was given."""
+    return json.loads(bytes(tensor.tolist()))
 
 
 class NormDistribution:
@@ -78,6 +104,16 @@ class NormDistribution:
         self.maximum = max(self.maximum, float(values.max()))
         places = ((values.log10() - self._LOWEST) * self._PER_DECADE).floor().clamp(-1, len(self._bins) - 2) + 1
         self._bins += torch.bincount(places.long(), minlength=len(self._bins))
+
+    def state(self) -> Arrays:
+        """All of it, as tensors."""
+        numbers = [self.mean, self._squares, self.mean_square, self.minimum, self.maximum]
+        return {"numbers": torch.tensor([self.count, *numbers], dtype=torch.float64), "bins": self._bins.clone()}
+
+    def restore(self, state: Arrays) -> None:
+        """Go on from what `state` gave."""
+        count, self.mean, self._squares, self.mean_square, self.minimum, self.maximum = state["numbers"].tolist()
+        self.count, self._bins = int(count), state["bins"].clone()
 
     @property
     def std(self) -> float:

@@ -9,20 +9,25 @@ import torch
 
 from psgrad.engine.gradients import PerSampleGradients, SquareNorms
 from psgrad.engine.gradients.terms import accumulating
+from psgrad.engine.measures.measure import Arrays, Measure
 
 Summary = Callable[[Any, Any], dict[str, torch.Tensor]]
 
 
-class Predictions:
-    """The columns that an Objective's summary made; halves, which no table knows, as float32."""
+class Predictions(Measure):
+    """The columns that `summary_for` a kind of loss makes; halves, which no table knows, as float32."""
 
-    needs_factors = False
+    def __init__(self, summary: Summary | None) -> None:
+        self._summary = summary
+        self._names: list[str] = []
 
-    def columns(self, gradients: PerSampleGradients | SquareNorms) -> dict[str, torch.Tensor]:
-        return {name: accumulating(column) for name, column in gradients.aux.items()}
+    def summary(self, output: Any, target: Any) -> Arrays:
+        said = {} if self._summary is None else self._summary(output, target)
+        self._names = list(said)
+        return said
 
-    def keep(self) -> None:
-        """Nothing is gathered over the dataset."""
+    def columns(self, gradients: PerSampleGradients | SquareNorms) -> Arrays:
+        return {name: accumulating(gradients.aux[name]) for name in self._names}
 
 
 def summary_for(kind: str, ignore_index: int = -100) -> Summary | None:

@@ -1,0 +1,114 @@
+"""The sections of `psgrad analyze`: what is measured of each sample, who is an outlier, and what may pass a gate.
+
+The options of a measure are its own, and checked where the measure is known: see psgrad/engine/measures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from psgrad.config.named import NamedSection
+from psgrad.config.sections import DataConfig
+from psgrad.config.values import FilePath, Finite, Section
+
+
+class MeasureConfig(NamedSection):
+    """A measure by name, a file of `psgrad/engine/measures` or `module:Class`, with its options."""
+
+
+class DetectorConfig(NamedSection):
+    """A detector of outliers among projected gradients, by name, with its options."""
+
+
+class ReferenceConfig(Section):
+    """Samples that are trusted, against which others are judged: a saved baseline, the folder of a finished run, or a dataset.
+
+    A bare string is the path of a baseline (a .json file) or of a run folder. Of `data` the keys that are left out are those of the
+    config's own data. `baseline` and `run` are relative to the config file, as `data` is.
+    """
+
+    baseline: FilePath | None = None
+    run: FilePath | None = None
+    data: DataConfig | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_path(cls, value: object) -> object:
+        if isinstance(value, str):
+            return {"baseline": value} if value.endswith(".json") else {"run": value}
+        return value
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ReferenceConfig:
+        given = [name for name in ("baseline", "run", "data") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError("give exactly one of baseline (a file), run (a run folder) and data (a trusted dataset)")
+        return self
+
+
+class OutlierConfig(Section):
+    """Who is an outlier. Without a reference there is a review list only, never a verdict."""
+
+    score: str = "grad_norm"
+    """The column that samples are judged by: a column of samples.parquet with one number a sample."""
+    tail: Literal["upper", "lower"] = "upper"
+    """Which end of the score is suspect."""
+    reference: ReferenceConfig | None = None
+    fdr: Annotated[Finite, Field(gt=0, lt=1)] = 0.1
+    """The share of false discoveries among the outliers that is accepted, on average."""
+    group_by: str | None = None
+    """Samples are compared within their group: class, length, or a column of samples.parquet or of the dataset."""
+    min_group: Annotated[int, Field(ge=2)] = 50
+    """Smaller groups are judged with all samples together."""
+    detectors: list[DetectorConfig] = Field(default_factory=list)
+
+
+class AnalyzeConfig(Section):
+    """`psgrad analyze`: what is measured, how many samples are shown, and who is put on the review list."""
+
+    not_taken: ClassVar[Mapping[str, str]] = {
+        "reference": "a trusted set is analyze.outliers.reference",
+        "max_outliers": "what may pass is gate.max_outliers",
+    }
+
+    top: Annotated[int, Field(ge=1)] = 20
+    review_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.01
+    measures: list[MeasureConfig] = Field(default_factory=list)
+    checkpoints: list[FilePath] | None = None
+    """Moments of training, in order: measures that follow samples through training look at each."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    outliers: OutlierConfig = Field(default_factory=OutlierConfig)
+
+    @model_validator(mode="after")
+    def _each_once(self) -> AnalyzeConfig:
+        for what, names in (("measure", [m.name for m in self.measures]), ("checkpoint", [str(path) for path in self.checkpoints or []])):
+            twice = next((name for name in names if names.count(name) > 1), None)
+            if twice is not None:
+                raise ValueError(f"the {what} {twice} is listed twice")
+        if self.checkpoints is not None and not self.checkpoints:
+            raise ValueError("checkpoints is an empty list; leave it out to use model.checkpoint")
+        return self
+
+
+class GateConfig(Section):
+    """What a run may hold and still pass: `psgrad check`, and `psgrad analyze --check`.
+
+    `baseline` and `ignore` are relative to the config file.
+    """
+
+    max_outliers: Annotated[int, Field(ge=0)] | None = None
+    max_fraction: Annotated[Finite, Field(ge=0, le=1)] | None = None
+    nonfinite: Literal["error", "warning", "ignore"] = "error"
+    new_only: bool = False
+    """Count only what the baseline does not know."""
+    baseline: FilePath | None = None
+    ignore: FilePath | None = None
+
+    @model_validator(mode="after")
+    def _new_to_what(self) -> GateConfig:
+        if self.new_only and self.baseline is None:
+            raise ValueError("new_only counts what is not in the baseline, and gate.baseline names none")
+        return self

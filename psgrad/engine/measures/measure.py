@@ -1,0 +1,154 @@
+"""What a measure is: it asks deferred gradients of samples, and answers with columns, a number a sample, and with what it gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from psgrad.engine.examples import Examples
+from psgrad.engine.gradients import PerSampleGradients
+from psgrad.engine.gradients.streaming import Columns
+from psgrad.engine.objective import Objective
+
+Arrays = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One checkpoint of a training run: its name, and the model and loss there, loaded when asked for."""
+
+    name: str
+    objective: Callable[[], Objective]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is measured: the samples, the model, and what is known of them before the first pass.
+
+    Attributes:
+        examples: n samples as the model sees them, with the training loss.
+        kind: of the loss: 'class' (one of C classes a sample), 'token' (a class a position), 'binary', 'value', 'custom'.
+        targets: [n] int64, the classes of the samples where they are at hand; None where they come with the rows only, or are no classes.
+        classes: C; None where the loss knows none.
+        ignore_index: the target of positions that do not count.
+        moments: the checkpoints of `analyze.checkpoints`, in the order of training; empty where there are none.
+        seed: of everything that a measure draws.
+        say: told what a person should know, in a sentence.
+    """
+
+    examples: Examples
+    kind: str = "custom"
+    targets: torch.Tensor | None = None
+    classes: int | None = None
+    ignore_index: int = -100
+    moments: Sequence[Moment] = ()
+    seed: int = 0
+    say: Callable[[str], None] = lambda _: None
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What a measure knows once all samples have passed.
+
+    Attributes:
+        columns: name -> [n]: further columns of the table of samples.
+        numbers: of the whole dataset, by name: plain numbers, texts, lists and dicts of them; NaN and None are written as null. They go
+            into measures.json under the measure's name.
+        tables: name -> column -> values: measures/<name>.parquet.
+        arrays: name -> tensor: measures/<name>.safetensors, one file a measure.
+    """
+
+    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    arrays: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class OwnPass:
+    """A pass over the samples that a measure makes by itself.
+
+    Attributes:
+        name: of the pass, unlike those of all others; lower-case letters, digits and dashes.
+        run: (start, chunk_size) -> the columns of the rows start, ..., n - 1, chunk by chunk, in order. chunk_size is how many rows the
+            first pass took at a time; a pass that needs more memory a row takes fewer (`Examples.sized`). It is called again, with the
+            rows that are missing, where a run goes on that was interrupted: what it says of a row may not depend on the rows before it.
+    """
+
+    name: str
+    run: Callable[[int, int], Iterator[Columns]]
+
+
+class Measure:
+    """One measure. A subclass is a dataclass whose fields are its options; a file each in `psgrad/engine/measures/known`.
+
+    The samples pass once for all measures together, chunk by chunk in the order of the dataset, and each is asked for `columns`. Those
+    with `looks_twice` are asked for `columns_again` in a second pass, when what all samples together said is known. A column is [n], one
+    number a sample, and becomes a column of samples.parquet; or [n, ...], which is kept for `gather` (and for measures that `need`
+    this one) and dropped. A sample whose numbers are not finite gets NaN, and adds nothing to what is gathered.
+
+    A chunk may be tried more than once (memory may run out): what is gathered counts from `keep` on, and `state` has all of it, as
+    tensors, so that a run that was killed goes on from there.
+
+    Class attributes, from which the documentation is made (docs/measures.md):
+        name: as in the config. title: for headings. formula, unit, source (paper, page), cost: a line each, formula in plain text.
+        meanings: column -> what it says, with its unit.
+        needs: names of measures whose columns this one's `gather` reads.
+        needs_factors: whether it asks for more than norms, losses and aux of a chunk.
+        looks_twice: whether it is asked a second time.
+    """
+
+    name: ClassVar[str] = ""
+    title: ClassVar[str] = ""
+    formula: ClassVar[str] = ""
+    unit: ClassVar[str] = ""
+    source: ClassVar[str] = ""
+    cost: ClassVar[str] = ""
+    meanings: ClassVar[Mapping[str, str]] = {}
+    needs: ClassVar[tuple[str, ...]] = ()
+    needs_factors: bool = False
+    looks_twice: bool = False
+
+    def prepare(self, setting: Setting) -> None:
+        """Before all else. Raises MeasureError where it can't be measured here (a measure of classes, and the loss knows none)."""
+
+    def summary(self, output: Any, target: Any) -> Arrays:
+        """What to keep of one sample's output: name -> small tensor of one shape for all samples, differentiable or not; it arrives in
+        `gradients.aux`. The names are this measure's own: begin them with its name."""
+        return {}
+
+    def columns(self, gradients: PerSampleGradients) -> Arrays:
+        """The columns of one chunk: name -> [k] or [k, ...]."""
+        return {}
+
+    def keep(self) -> None:
+        """The chunk that `columns` or `columns_again` was last asked about is done."""
+
+    def between(self) -> None:
+        """All samples have passed once; the second pass begins. Called also where a run goes on inside the second pass."""
+
+    def columns_again(self, gradients: PerSampleGradients) -> Arrays:
+        """The columns of one chunk in the second pass."""
+        return {}
+
+    def passes(self) -> Sequence[OwnPass]:
+        """Passes of its own, after those for all."""
+        return ()
+
+    def state(self) -> Arrays:
+        """All that was gathered, as tensors on the CPU."""
+        return {}
+
+    def restore(self, state: Arrays) -> None:
+        """Go on from what `state` gave."""
+
+    def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
+        """When all passes are done; rows: every column of every measure, name -> [n, ...], those of this measure and those it needs among
+        them; `loss` [n] and `grad_norm` [n] are always there, and `ok` [n] bool, which samples are finite."""
+        return Gathered()

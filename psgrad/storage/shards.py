@@ -1,0 +1,115 @@
+"""What a pass over the samples has finished, kept as shards, so that a run which was killed goes on where the last one ends."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from psgrad.storage.folders import SHARDS, RunFolder, packed
+
+Array = np.ndarray[Any, Any]
+Arrays = Mapping[str, Array]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is there of a pass: its first rows, in order.
+
+    rows: how many. table: a row a sample, its columns of one number (or text) a sample. arrays: name -> [rows, ...], its other columns.
+    state: what was gathered over these rows.
+    """
+
+    rows: int = 0
+    table: pd.DataFrame = field(default_factory=pd.DataFrame)
+    arrays: Arrays = field(default_factory=dict)
+    state: Arrays = field(default_factory=dict)
+
+
+class Shards:
+    """The shards of one pass: parts/<name>-00000.parquet with the table, beside it .safetensors with arrays, and the state after it.
+
+    The parquet file is written last, and with it the shard is there: before that it counts for nothing.
+    """
+
+    def __init__(self, folder: RunFolder, name: str) -> None:
+        self._folder, self._name = folder, name
+        self._count = 0
+        self._rows = 0
+
+    def append(self, table: pd.DataFrame, arrays: Arrays, state: Arrays) -> None:
+        """Keep these rows durably, and all that was gathered up to them. Raises OutputError."""
+        stem = self._stem(self._count)
+        about = _about(self._rows, len(table))
+        if arrays:
+            self._folder.write_bytes(f"{stem}.safetensors", packed(arrays, about))
+        if state:
+            self._folder.write_bytes(f"{stem}.state.safetensors", packed(state, about))
+        buffer = io.BytesIO()
+        table.to_parquet(buffer, index=False)
+        self._folder.write_bytes(f"{stem}.parquet", buffer.getbuffer())
+        if self._count:
+            (self._folder.path / f"{self._stem(self._count - 1)}.state.safetensors").unlink(missing_ok=True)
+        self._count += 1
+        self._rows += len(table)
+
+    def read(self) -> Kept:
+        """What is whole, from the first row on; shards behind one that is damaged or missing are as if they were not there, and are
+        written anew. `append` goes on from here."""
+        found: list[tuple[pd.DataFrame, Arrays]] = []
+        while (shard := self._shard(len(found), sum(len(table) for table, _ in found))) is not None:
+            found.append(shard)
+        # The state goes with the last shard alone: those before it have none, but for the moment of writing.
+        while found:
+            state = self._state(len(found) - 1, sum(len(table) for table, _ in found[:-1]), len(found[-1][0]))
+            if state is not None:
+                break
+            found.pop()
+        else:
+            state = {}
+        self._count, self._rows = len(found), sum(len(table) for table, _ in found)
+        if not found:
+            return Kept()
+        table = pd.concat([table for table, _ in found], ignore_index=True)
+        arrays = {name: np.concatenate([parts[name] for _, parts in found]) for name in found[0][1]}
+        return Kept(self._rows, table, arrays, state or {})
+
+    def _stem(self, number: int) -> str:
+        return f"{SHARDS}/{self._name}-{number:05d}"
+
+    def _shard(self, number: int, first: int) -> tuple[pd.DataFrame, Arrays] | None:
+        path = self._folder.path / f"{self._stem(number)}.parquet"
+        try:
+            table = pd.read_parquet(path)
+        except (OSError, ValueError):  # not there, or damaged: pyarrow's own errors are ValueErrors
+            return None
+        beside = path.with_suffix(".safetensors")
+        if not beside.exists():
+            return table, {}
+        arrays = _unpacked(beside, _about(first, len(table)))
+        return None if arrays is None else (table, arrays)
+
+    def _state(self, number: int, first: int, rows: int) -> Arrays | None:
+        return _unpacked(self._folder.path / f"{self._stem(number)}.state.safetensors", _about(first, rows))
+
+
+def _about(first: int, rows: int) -> dict[str, str]:
+    return {"first": str(first), "rows": str(rows)}
+
+
+def _unpacked(path: Path, about: Mapping[str, str]) -> Arrays | None:
+    """The arrays of a file; None where it is not there, damaged, or of other rows."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            if file.metadata() != dict(about):
+                return None
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (a file is no dict)
+    except (OSError, ValueError, SafetensorError):
+        return None

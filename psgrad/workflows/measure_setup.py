@@ -1,0 +1,121 @@
+"""The measures of a config: found by name, their options checked, and prepared for the samples at hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from psgrad.config import Config, MeasureConfig, is_callable_spec, nearest
+from psgrad.config.reading import explain
+from psgrad.engine.examples import Examples
+from psgrad.engine.measures.known import known_measures
+from psgrad.engine.measures.measure import Measure, Moment, Setting
+from psgrad.engine.measures.norms import GradientNorms
+from psgrad.engine.measures.predictions import Predictions, summary_for
+from psgrad.engine.objective import Objective
+from psgrad.errors import ConfigError
+from psgrad.inputs.imports import resolve
+from psgrad.inputs.models import load_model
+from psgrad.workflows.setup import Setup
+
+
+def measures_of(config: Config) -> list[Measure]:
+    """The measures that a config names, those that they need before them. Raises ConfigError for names or options that are not known."""
+    found: dict[str, Measure] = {}
+    for each in config.analyze.measures:
+        measure = measure_from(each, config.base)
+        found.setdefault(each.name, measure)
+    known = known_measures()
+    waiting = [name for measure in found.values() for name in measure.needs]
+    needed: dict[str, Measure] = {}
+    while waiting:
+        name = waiting.pop()
+        if name not in found and name not in needed:
+            needed[name] = known[name]()
+            waiting += needed[name].needs
+    return [*needed.values(), *found.values()]
+
+
+def measure_from(config: MeasureConfig, base: Path) -> Measure:
+    """One measure with its options. Raises ConfigError for a name or options that are not known, or can't be."""
+    kind = _kind(config.name, base)
+    known: list[str] = [each.name for each in dataclasses.fields(kind) if each.init] if dataclasses.is_dataclass(kind) else []
+    problems = [_unknown(option, known, config.name) for option in config.options if option not in known]
+    if not problems:
+        try:
+            measure: Measure = TypeAdapter(kind).validate_json(json.dumps(config.options), strict=True)
+            return measure
+        except ValidationError as error:
+            details = error.errors(include_url=False)
+            problems = [f"analyze.measures: {config.name}.{'.'.join(map(str, each['loc']))}: {explain(each)}" for each in details]
+    raise ConfigError("\n  ".join([f"the measure {config.name} does not take these options:", *problems]))
+
+
+def prepare(run: Setup, measures: list[Measure], count: int, say: Callable[[str], None]) -> tuple[Setting, list[Measure]]:
+    """(what is measured, all measures of the run), with the model's summary being what they keep of an output.
+
+    `count` rows from the first one on. Raises MeasureError where a measure does not go with the model, the loss or the data.
+    """
+    everywhere = [GradientNorms(), Predictions(summary_for(run.criterion.kind, run.criterion.ignore_index))]
+    every = [*everywhere, *measures]
+    targets = run.reader.samples.targets
+    setting = Setting(
+        examples=Examples(run.objective, run.reader, count, run.stream_options(say)),
+        kind=run.criterion.kind,
+        targets=torch.as_tensor(targets[:count]) if targets is not None and targets.dtype.kind == "i" else None,
+        classes=run.reader.classes,
+        ignore_index=run.criterion.ignore_index,
+        moments=_moments(run),
+        seed=run.config.analyze.seed,
+        say=say,
+    )
+    for measure in every:
+        measure.prepare(setting)
+    run.objective.summary = lambda output, target: {key: value for each in every for key, value in each.summary(output, target).items()}
+    return setting, every
+
+
+def _moments(run: Setup) -> list[Moment]:
+    """The checkpoints of the config, each loaded when it is asked for."""
+
+    def objective(path: Path) -> Objective:
+        loaded = load_model(run.config.model.model_copy(update={"checkpoint": path}), run.config.base, None)
+        return Objective(loaded.model.to(run.device, run.dtype), run.criterion.function, autocast=run.objective.autocast)
+
+    return [Moment(str(path), partial(objective, path)) for path in run.config.analyze.checkpoints or []]
+
+
+def _kind(name: str, base: Path) -> type[Measure]:
+    known = known_measures()
+    if name in known:
+        return known[name]
+    if is_callable_spec(name):
+        kind: Any = resolve(name, base)
+        if not inspect.isclass(kind) or not issubclass(kind, Measure):
+            raise ConfigError(
+                f"analyze.measures: {name} is no measure",
+                expected="a class that derives from psgrad.engine.measures.measure.Measure, a dataclass of its options",
+                next_step="docs/measures.md shows one",
+            )
+        if not kind.name:
+            kind.name = name.rpartition(":")[2].lower()
+        return kind
+    close = nearest(name, list(known))
+    raise ConfigError(
+        f"analyze.measures: there is no measure {name!r}" + (f"; did you mean {close}?" if close else ""),
+        expected=f"some of {', '.join(known)}; or module:Class",
+    )
+
+
+def _unknown(option: str, known: list[str], name: str) -> str:
+    close = nearest(option, known)
+    takes = f"it takes {', '.join(known)}" if known else "it takes none"
+    return f"analyze.measures: {option}: unknown option of {name}; {f'did you mean {close}? ' if close else ''}{takes}"

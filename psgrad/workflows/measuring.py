@@ -1,0 +1,159 @@
+"""The passes of `psgrad analyze` over the samples: measures are asked, finished rows kept, and a run goes on where one ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from psgrad.engine.gradients.streaming import Columns, Stream
+from psgrad.engine.measures.measure import Arrays, Gathered, Measure, OwnPass, Setting
+from psgrad.results import Progress
+from psgrad.storage import RunFolder
+from psgrad.storage.shards import Shards
+from psgrad.workflows.interruptions import held
+
+# Finished rows are made durable this often: what a crash or a full disk can cost.
+_ROWS_PER_SHARD = 4096
+_SECONDS_PER_SHARD = 30.0
+
+_FIRST, _SECOND = "samples", "samples-again"
+_CHUNK_SIZE = "stream.chunk_size"
+
+Say = Callable[[Progress], None]
+ABOUT_COLUMNS = ("id", "index", "fingerprint", "target")
+About = Callable[[int, int], dict[str, Any]]
+"""(start, stop) to what is known of these rows without the measures: some of ABOUT_COLUMNS -> values."""
+
+
+@dataclass
+class Measured:
+    """What all passes said. table: a row a sample, with all columns of one number a sample. gathered: measure -> what it gathered."""
+
+    table: pd.DataFrame
+    gathered: dict[str, Gathered]
+
+
+class Passes:
+    """The passes of one run.
+
+    Args:
+        setting: of the measures, which are prepared by now.
+        stream: of the samples' gradients.
+        measures: all of them, those that others need before them.
+        about: see About.
+        folder: where finished rows go.
+    """
+
+    def __init__(self, setting: Setting, stream: Stream, measures: Sequence[Measure], about: About, folder: RunFolder, say: Say) -> None:
+        self.setting, self.stream, self.measures, self.about, self.folder, self.say = setting, stream, measures, about, folder, say
+        self.resumed = 0  # rows of the first pass that an earlier run had finished
+
+    def run(self) -> Measured:
+        """All passes, and what the measures gathered."""
+        count = len(self.setting)
+        table, rows = self._take(_FIRST, self.measures, lambda start: self.stream.run(count, self.measures, start=start), about=self.about)
+        again = [measure for measure in self.measures if measure.looks_twice]
+        self.stream.fix_chunk_size(self.stream.chunk_size)
+        if again:
+            for measure in again:
+                measure.between()
+            seconds = [_SecondLook(measure) for measure in again]
+            rows |= self._take(_SECOND, again, lambda start: self.stream.run(count, seconds, start=start))[1]
+        for measure in self.measures:
+            for own in measure.passes():
+                rows |= self._take(own.name, [], partial(self._own, own))[1]
+        rows["ok"] = torch.isfinite(rows["loss"]) & torch.isfinite(rows["grad_norm"])
+        gathered = {measure.name: measure.gather(rows) for measure in self.measures if measure.name}
+        flat = {name: column for name, column in rows.items() if column.dim() == 1 and name != "ok"}
+        for found in gathered.values():
+            flat |= found.columns
+        return Measured(table.assign(**{name: column.numpy() for name, column in flat.items()}), gathered)
+
+    def _own(self, own: OwnPass, start: int) -> Iterator[Columns]:
+        return own.run(start, self.stream.chunk_size)
+
+    def _take(
+        self,
+        name: str,
+        measures: Sequence[Measure],
+        run: Callable[[int], Iterator[Columns]],
+        about: About = lambda start, stop: {},
+    ) -> tuple[pd.DataFrame, Arrays]:
+        """One pass, from where it was left: (what is known of its rows without the measures, the columns of all rows)."""
+        shards, count = Shards(self.folder, name), len(self.setting)
+        kept = shards.read()
+        parts = [(kept.table, {key: torch.from_numpy(value) for key, value in kept.arrays.items()})] if kept.rows else []
+        if kept.rows:
+            self._restore(measures, kept.state)
+            if name == _FIRST:
+                self.resumed = self.folder.rows = kept.rows
+        waiting: list[tuple[pd.DataFrame, Arrays]] = []
+        last = time.monotonic()
+
+        def keep() -> None:
+            if waiting:
+                table = pd.concat([frame for frame, _ in waiting], ignore_index=True)
+                arrays = {key: torch.cat([part[key] for _, part in waiting]) for key in waiting[0][1]}
+                shards.append(table, {key: value.numpy() for key, value in arrays.items()}, self._state(measures))
+                parts.append((table, arrays))
+                self.folder.rows += len(table) if name == _FIRST else 0
+                waiting.clear()
+
+        self.say(Progress(kept.rows, count, name))
+        chunks = run(kept.rows) if kept.rows < count else iter(())
+        try:
+            while True:
+                with held():  # Ctrl-C waits for the chunk to be done
+                    columns = next(chunks, None)
+                    if columns is not None:
+                        waiting.append(_split(columns, about(columns.start, columns.stop)))
+                if columns is None:
+                    break
+                self.say(Progress(columns.stop, count, name))
+                if sum(len(table) for table, _ in waiting) >= _ROWS_PER_SHARD or time.monotonic() - last > _SECONDS_PER_SHARD:
+                    keep()
+                    last = time.monotonic()
+        finally:
+            keep()  # after an interrupt too: what is computed is not thrown away
+        table = pd.concat([frame for frame, _ in parts], ignore_index=True)
+        known = [column for column in ABOUT_COLUMNS if column in table]
+        measured = [str(column) for column in table if column not in ABOUT_COLUMNS]
+        rows: Arrays = {column: torch.from_numpy(table[column].to_numpy(copy=True)) for column in measured}
+        rows |= {key: torch.cat([part[key] for _, part in parts]) for key in parts[0][1]}
+        return table[known], rows
+
+    def _state(self, measures: Sequence[Measure]) -> dict[str, np.ndarray[Any, Any]]:
+        state: Arrays = {_CHUNK_SIZE: torch.tensor(self.stream.chunk_size)}
+        for place, measure in enumerate(measures):
+            state |= {f"{place}.{key}": value for key, value in measure.state().items()}
+        return {key: value.cpu().numpy() for key, value in state.items()}
+
+    def _restore(self, measures: Sequence[Measure], state: Mapping[str, np.ndarray[Any, Any]]) -> None:
+        self.stream.fix_chunk_size(int(state[_CHUNK_SIZE]))
+        for place, measure in enumerate(measures):
+            own = {key.partition(".")[2]: torch.from_numpy(value) for key, value in state.items() if key.startswith(f"{place}.")}
+            if own:
+                measure.restore(own)
+
+
+class _SecondLook:
+    """A measure in its second pass, as a stream asks it."""
+
+    def __init__(self, measure: Measure) -> None:
+        self.columns, self.keep, self.needs_factors = measure.columns_again, measure.keep, measure.needs_factors
+
+
+def _split(columns: Columns, about: Mapping[str, Any]) -> tuple[pd.DataFrame, Arrays]:
+    """The columns of one chunk: those of one number a sample as a frame, the others as they are."""
+    flat = {name: column.numpy() for name, column in columns.values.items() if column.dim() == 1}
+    return (
+        pd.DataFrame({**about, **flat}, index=range(columns.start, columns.stop)),
+        {name: column for name, column in columns.values.items() if column.dim() > 1},
+    )

@@ -1,0 +1,69 @@
+"""Whether a run may go on where an earlier one ended: only with the same model, data and numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from psgrad.errors import ConfigError
+from psgrad.inputs.imports import source_digest
+from psgrad.storage.folders import RunFolder, manifest_of
+from psgrad.workflows.setup import Setup
+
+# What of a config decides the numbers of a row. The rest (gates, the report, who is an outlier) is worked out anew when all rows are there.
+_SECTIONS = ("version", "model", "loss", "data", "engine")
+_OF_ANALYZE = ("measures", "checkpoints", "seed")
+# What is not part of a number: how much is checked, and how much memory there is.
+_FREE = ("verify", "memory", "machine", "class_names")
+
+
+def identity(run: Setup, count: int) -> dict[str, Any]:
+    """All that the numbers of a run depend on, as plain values: dotted name -> value. Another one is another run."""
+    config, base = run.config, run.config.base
+    dumped = config.model_dump(mode="json")
+    found = {f"{section}": dumped[section] for section in _SECTIONS} | {f"analyze.{key}": dumped["analyze"][key] for key in _OF_ANALYZE}
+    specs = [config.model.factory, config.data.factory, config.loss.name, *(measure.name for measure in config.analyze.measures)]
+    return {
+        **_flat(found),
+        "rows": count,
+        "model.checkpoint (its content)": run.loaded.sha256,
+        "data (its content)": run.samples.fingerprint,
+        **{f"code of {spec}": source_digest(spec, base) for spec in specs if spec and ":" in spec},
+        "the device that computes": run.device.type,
+    }
+
+
+def reopen(path: Path, now: dict[str, Any]) -> RunFolder | None:
+    """The folder of an interrupted run with this identity, to go on with; None where there is none.
+
+    Raises ConfigError, with the difference, where the folder holds a run with another identity, or one of another command.
+    """
+    manifest = manifest_of(path)
+    if manifest is None or manifest.get("state") is None:
+        return None
+    then = manifest.get("identity")
+    if manifest.get("command") != "analyze" or not isinstance(then, dict):
+        if manifest.get("command") is None:
+            return None  # killed at birth
+        raise ConfigError(
+            f"the run in {path} can't be gone on with: it is one of psgrad {manifest.get('command')}",
+            expected="the folder of an interrupted psgrad analyze",
+            next_step="choose another --output",
+        )
+    changed = [key for key in {**then, **now} if then.get(key) != now.get(key)]
+    if changed:
+        shown = [f"  {key}: was {then.get(key)!r:.80}, is {now.get(key)!r:.80}" for key in changed[:12]]
+        more = [f"  and {len(changed) - 12} more"] if len(changed) > 12 else []
+        raise ConfigError(
+            "\n".join([f"the run in {path} was begun with something else, and rows of two runs can't be mixed:", *shown, *more]),
+            expected="the config, checkpoint, data and code of the run that is to go on",
+            next_step="put back what changed; or begin anew with --overwrite, or another --output",
+        )
+    return RunFolder.reopen(path)
+
+
+def _flat(content: Any, above: str = "") -> dict[str, Any]:
+    if not isinstance(content, dict):
+        return {above: content}
+    inside = [_flat(value, f"{above}.{key}" if above else str(key)) for key, value in content.items() if key not in _FREE]
+    return {key: value for part in inside for key, value in part.items()}
