@@ -29,7 +29,7 @@ from tests.oracles import Loss, one_sample_gradients
 from tests.workplace import ROWS, Workplace
 
 ROOT = Path(__file__).parent.parent
-FILES = {"manifest.json", "samples.parquet", "samples.csv", "parameters.parquet", "report.html"}
+FILES = {"manifest.json", "samples.parquet", "samples.csv", "parameters.parquet", "measures.json", "report.html"}
 
 
 def files_of(folder: Path) -> set[str]:
@@ -82,7 +82,7 @@ def test_a_run_leaves_a_whole_folder_and_prints_its_table(workplace: Workplace) 
 
     manifest = workplace.manifest()
     assert manifest["state"] == "finished"
-    assert manifest["counts"] == {"samples": ROWS, "nonfinite": 0}
+    assert manifest["counts"] == {"samples": ROWS, "nonfinite": 0, "in_dataset": ROWS}
     assert manifest["self_check"]["rows"] == [0, 8, 16]
     assert manifest["self_check"]["worst_relative_error"] < 1e-5
     assert manifest["model"]["trainable"] == 43
@@ -229,7 +229,7 @@ def test_a_row_that_is_not_finite_stays_and_touches_no_other(quick: Workplace, v
     columns = ["id", "index", "target", "prediction", "confidence", "loss", "grad_norm", "status"]
     pd.testing.assert_frame_equal(frame.loc[others, columns], healthy.loc[others, columns], check_exact=True)
     assert sorted(frame.loc[others, "rank"]) == list(range(1, ROWS))
-    assert quick.manifest("spoilt")["counts"] == {"samples": ROWS, "nonfinite": 1}
+    assert quick.manifest("spoilt")["counts"] == {"samples": ROWS, "nonfinite": 1, "in_dataset": ROWS}
     parameters = pd.read_parquet(quick.folder / "spoilt" / "parameters.parquet")
     assert np.isfinite(parameters[["mean_norm", "std_norm", "max_norm", "share"]]).all(axis=None)
 
@@ -472,15 +472,15 @@ def test_peak_memory_does_not_grow_with_the_dataset(workplace: Workplace) -> Non
 
 
 def shards_of(workplace: Workplace) -> pd.DataFrame:
-    return pd.read_parquet(workplace.folder / "out" / "parts")
+    return pd.read_parquet(workplace.folder / "out" / "parts" / "samples")
 
 
 def test_a_full_disk_keeps_the_finished_rows(quick: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("psgrad.workflows.analysis._ROWS_PER_SHARD", 8)
+    monkeypatch.setattr("psgrad.workflows.measuring._ROWS_PER_SHARD", 8)
     honest = psgrad.storage.files.write_atomically
 
     def full(target: Path, data: Any) -> None:
-        if target.name == "samples-00002.parquet":
+        if target.name == "00002.parquet":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         honest(target, data)
 
@@ -514,7 +514,7 @@ def test_a_real_limit_on_file_size_leaves_the_tables(workplace: Workplace) -> No
 
 @pytest.mark.parametrize(("signal", "code", "word"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")])
 def test_a_signal_in_the_middle_keeps_the_finished_rows(workplace: Workplace, signal: str, code: int, word: str) -> None:
-    # The fourth chunk's pass through the model is interrupted, deep in the transforms.
+    # The signal arrives in the fourth chunk's pass through the model, deep in the transforms: the chunk is finished all the same.
     workplace.use_loss(
         textwrap.dedent(f"""
             import os
@@ -534,10 +534,10 @@ def test_a_signal_in_the_middle_keeps_the_finished_rows(workplace: Workplace, si
     assert done.returncode == code, done.stderr
     assert word in done.stderr
     assert "Traceback" not in done.stderr
-    assert shards_of(workplace)["id"].tolist() == workplace.arrays["uid"][:12].tolist()
+    assert shards_of(workplace)["id"].tolist() == workplace.arrays["uid"][:16].tolist()
     manifest = workplace.manifest()
     assert manifest["state"] == "interrupted"
-    assert manifest["counts"]["finished_samples"] == 12
+    assert manifest["counts"]["finished_samples"] == 16
     assert not (workplace.folder / "out" / "samples.parquet").exists()
 
 
@@ -575,10 +575,10 @@ def assert_self_contained(report: Path) -> None:
 
 def test_the_digits_run_is_whole(digits: Path) -> None:
     plots = {"norm_histogram", "loss_against_norm", "norms_per_class", "norms_per_layer", "top_sheet"}
-    assert files_of(digits) == FILES | {f"plots/{name}.png" for name in plots}
+    assert files_of(digits) == FILES | {f"plots/{name}.png" for name in plots} | {"inputs/inputs.json", "inputs/images.safetensors"}
     manifest = json.loads((digits / "manifest.json").read_text())
     assert manifest["state"] == "finished"
-    assert manifest["counts"] == {"samples": 1797, "nonfinite": 0}
+    assert manifest["counts"] == {"samples": 1797, "nonfinite": 0, "in_dataset": 1797}
     assert manifest["self_check"]["worst_relative_error"] < 1e-5
     assert_self_contained(digits / "report.html")
 

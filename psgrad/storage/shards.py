@@ -32,31 +32,31 @@ class Kept:
 
 
 class Shards:
-    """The shards of one pass: parts/<name>-00000.parquet with the table, beside it .safetensors with arrays, and the state after it.
+    """The shards of one pass: parts/<name>/00000.parquet with the table, beside it, behind an underscore so that readers of the folder
+    pass them over, the arrays, and the state after it.
 
-    The parquet file is written last, and with it the shard is there: before that it counts for nothing.
+    The parquet file is written last, and with it the shard is there: before that it counts for nothing. `counted`: its rows are the
+    finished samples of the run.
     """
 
-    def __init__(self, folder: RunFolder, name: str) -> None:
-        self._folder, self._name = folder, name
+    def __init__(self, folder: RunFolder, name: str, counted: bool = False) -> None:
+        self._folder, self._name, self._counted = folder, name, counted
         self._count = 0
         self._rows = 0
 
     def append(self, table: pd.DataFrame, arrays: Arrays, state: Arrays) -> None:
         """Keep these rows durably, and all that was gathered up to them. Raises OutputError."""
-        stem = self._stem(self._count)
         about = _about(self._rows, len(table))
         if arrays:
-            self._folder.write_bytes(f"{stem}.safetensors", packed(arrays, about))
-        if state:
-            self._folder.write_bytes(f"{stem}.state.safetensors", packed(state, about))
+            self._folder.write_bytes(self._name_of("arrays", self._count), packed(arrays, about))
+        self._folder.write_bytes(self._name_of("state", self._count), packed(state, about))
         buffer = io.BytesIO()
         table.to_parquet(buffer, index=False)
-        self._folder.write_bytes(f"{stem}.parquet", buffer.getbuffer())
+        self._folder.write_bytes(self._name_of("table", self._count), buffer.getbuffer())
         if self._count:
-            (self._folder.path / f"{self._stem(self._count - 1)}.state.safetensors").unlink(missing_ok=True)
+            self._path("state", self._count - 1).unlink(missing_ok=True)
         self._count += 1
-        self._rows += len(table)
+        self._took(self._rows + len(table))
 
     def read(self) -> Kept:
         """What is whole, from the first row on; shards behind one that is damaged or missing are as if they were not there, and are
@@ -72,30 +72,40 @@ class Shards:
             found.pop()
         else:
             state = {}
-        self._count, self._rows = len(found), sum(len(table) for table, _ in found)
+        self._count = len(found)
+        self._took(sum(len(table) for table, _ in found))
         if not found:
             return Kept()
         table = pd.concat([table for table, _ in found], ignore_index=True)
         arrays = {name: np.concatenate([parts[name] for _, parts in found]) for name in found[0][1]}
         return Kept(self._rows, table, arrays, state or {})
 
-    def _stem(self, number: int) -> str:
-        return f"{SHARDS}/{self._name}-{number:05d}"
+    def _took(self, rows: int) -> None:
+        self._rows = rows
+        if self._counted:
+            self._folder.rows = rows
+
+    def _name_of(self, kind: str, number: int) -> str:
+        return (
+            f"{SHARDS}/{self._name}/{number:05d}.parquet" if kind == "table" else f"{SHARDS}/{self._name}/_{number:05d}.{kind}.safetensors"
+        )
+
+    def _path(self, kind: str, number: int) -> Path:
+        return self._folder.path / self._name_of(kind, number)
 
     def _shard(self, number: int, first: int) -> tuple[pd.DataFrame, Arrays] | None:
-        path = self._folder.path / f"{self._stem(number)}.parquet"
         try:
-            table = pd.read_parquet(path)
+            table = pd.read_parquet(self._path("table", number))
         except (OSError, ValueError):  # not there, or damaged: pyarrow's own errors are ValueErrors
             return None
-        beside = path.with_suffix(".safetensors")
+        beside = self._path("arrays", number)
         if not beside.exists():
             return table, {}
         arrays = _unpacked(beside, _about(first, len(table)))
         return None if arrays is None else (table, arrays)
 
     def _state(self, number: int, first: int, rows: int) -> Arrays | None:
-        return _unpacked(self._folder.path / f"{self._stem(number)}.state.safetensors", _about(first, rows))
+        return _unpacked(self._path("state", number), _about(first, rows))
 
 
 def _about(first: int, rows: int) -> dict[str, str]:

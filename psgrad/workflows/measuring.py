@@ -53,7 +53,6 @@ class Passes:
 
     def __init__(self, setting: Setting, stream: Stream, measures: Sequence[Measure], about: About, folder: RunFolder, say: Say) -> None:
         self.setting, self.stream, self.measures, self.about, self.folder, self.say = setting, stream, measures, about, folder, say
-        self.resumed = 0  # rows of the first pass that an earlier run had finished
 
     def run(self) -> Measured:
         """All passes, and what the measures gathered."""
@@ -87,13 +86,11 @@ class Passes:
         about: About = lambda start, stop: {},
     ) -> tuple[pd.DataFrame, Arrays]:
         """One pass, from where it was left: (what is known of its rows without the measures, the columns of all rows)."""
-        shards, count = Shards(self.folder, name), len(self.setting)
+        shards, count = Shards(self.folder, name, counted=name == _FIRST), len(self.setting)
         kept = shards.read()
         parts = [(kept.table, {key: torch.from_numpy(value) for key, value in kept.arrays.items()})] if kept.rows else []
         if kept.rows:
             self._restore(measures, kept.state)
-            if name == _FIRST:
-                self.resumed = self.folder.rows = kept.rows
         waiting: list[tuple[pd.DataFrame, Arrays]] = []
         last = time.monotonic()
 
@@ -103,7 +100,6 @@ class Passes:
                 arrays = {key: torch.cat([part[key] for _, part in waiting]) for key in waiting[0][1]}
                 shards.append(table, {key: value.numpy() for key, value in arrays.items()}, self._state(measures))
                 parts.append((table, arrays))
-                self.folder.rows += len(table) if name == _FIRST else 0
                 waiting.clear()
 
         self.say(Progress(kept.rows, count, name))

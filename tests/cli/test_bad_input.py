@@ -253,7 +253,7 @@ def test_a_dataset_that_raises_in_the_middle(workplace: Workplace) -> None:
     manifest = workplace.manifest()
     assert manifest["state"] == "failed"
     assert "no such picture" in manifest["error"]
-    assert manifest["counts"]["finished_samples"] == len(pd.read_parquet(workplace.folder / "out" / "parts")) == 8
+    assert manifest["counts"]["finished_samples"] == len(pd.read_parquet(workplace.folder / "out" / "parts" / "samples")) == 8
 
 
 # Loss and model together ----------------------------------------------------------------------------------------------------------

@@ -19,8 +19,13 @@ import pytest
 
 from psgrad.errors import OutputError, OutputExistsError
 from psgrad.storage import RunFolder
+from psgrad.storage.shards import Shards
 
 ROWS = pd.DataFrame({"id": ["a", "b"], "loss": [0.5, np.nan], "rank": pd.array([1, None], dtype="Int64")})
+
+
+def append(run: RunFolder) -> None:
+    Shards(run, "samples", counted=True).append(ROWS, {}, {})
 
 
 def _names(folder: Path) -> set[str]:
@@ -29,10 +34,15 @@ def _names(folder: Path) -> set[str]:
 
 def test_a_run_from_the_first_shard_to_the_finished_tables(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path / "deep" / "run")
-    run.append_rows(ROWS)
-    run.append_rows(ROWS)
-    assert _names(run.path) == {"manifest.json", "parts/samples-00000.parquet", "parts/samples-00001.parquet"}
+    shards = Shards(run, "samples", counted=True)
+    for end in (2.0, 4.0):
+        shards.append(ROWS, {}, {"sum": np.array(end)})
+    assert _names(run.path) == {
+        "manifest.json",
+        *(f"parts/samples/{name}" for name in ("00000.parquet", "00001.parquet", "_00001.state.safetensors")),
+    }
     run.finish_samples(pd.concat([ROWS, ROWS]))
+    run.drop_shards()
     run.write_table("parameters.parquet", ROWS)
     run.write_bytes("plots/norms.png", b"png")
     run.write_manifest({"state": "complete"})
@@ -54,12 +64,12 @@ def test_a_folder_whose_run_was_killed_at_birth_is_taken(tmp_path: Path) -> None
 
 def test_an_earlier_run_is_refused_and_replaced_only_on_demand(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path / "run")
-    run.append_rows(ROWS)
+    append(run)
     with pytest.raises(OutputExistsError, match="holds an earlier run") as refusal:
         RunFolder.create(run.path)
     assert refusal.value.exit_code == 2
     assert "--overwrite" in str(refusal.value)
-    assert "parts/samples-00000.parquet" in _names(run.path)
+    assert "parts/samples/00000.parquet" in _names(run.path)
     RunFolder.create(run.path, overwrite=True)
     assert _names(run.path) == {"manifest.json"}
 
@@ -109,7 +119,7 @@ def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_a_full_disk_keeps_finished_shards_and_leaves_no_debris(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     run = RunFolder.create(tmp_path / "run")
-    run.append_rows(ROWS)
+    append(run)
     before = _names(run.path)
 
     def full(descriptor: int) -> None:
@@ -123,7 +133,7 @@ def test_a_full_disk_keeps_finished_shards_and_leaves_no_debris(tmp_path: Path, 
     assert "2 finished samples stay" in str(failure.value)
     assert failure.value.exit_code == 3
     assert _names(run.path) == before
-    assert len(pd.read_parquet(run.path / "parts" / "samples-00000.parquet")) == 2
+    assert len(pd.read_parquet(run.path / "parts" / "samples" / "00000.parquet")) == 2
 
 
 def test_a_full_disk_says_nothing_of_samples_where_a_run_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,9 +170,10 @@ def test_a_real_limit_on_file_size_is_a_full_disk(tmp_path: Path) -> None:
         import pandas as pd
         from psgrad.errors import OutputError
         from psgrad.storage import RunFolder
+        from psgrad.storage.shards import Shards
 
         run = RunFolder.create(Path({str(tmp_path / "run")!r}))
-        run.append_rows(pd.DataFrame({{"id": range(10)}}))
+        Shards(run, "samples", counted=True).append(pd.DataFrame({{"id": range(10)}}), {{}}, {{}})
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
         try:
@@ -173,7 +184,7 @@ def test_a_real_limit_on_file_size_is_a_full_disk(tmp_path: Path) -> None:
     output = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True).stdout
     assert "disk is full or over quota" in output
     assert "10 finished samples stay" in output
-    assert _names(tmp_path / "run") == {"manifest.json", "parts/samples-00000.parquet"}
+    assert _names(tmp_path / "run") == {"manifest.json", "parts/samples/00000.parquet", "parts/samples/_00000.state.safetensors"}
 
 
 def test_an_interrupt_in_the_middle_of_a_write_leaves_no_debris(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +195,7 @@ def test_an_interrupt_in_the_middle_of_a_write_leaves_no_debris(tmp_path: Path, 
 
     monkeypatch.setattr(os, "fsync", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        run.append_rows(ROWS)
+        append(run)
     assert _names(run.path) == {"manifest.json"}
 
 

@@ -107,13 +107,16 @@ class NormDistribution:
 
     def state(self) -> Arrays:
         """All of it, as tensors."""
+        filled = self._bins.nonzero().squeeze(1)  # most are empty
         numbers = [self.mean, self._squares, self.mean_square, self.minimum, self.maximum]
-        return {"numbers": torch.tensor([self.count, *numbers], dtype=torch.float64), "bins": self._bins.clone()}
+        return {"numbers": torch.tensor([self.count, *numbers], dtype=torch.float64), "bins": torch.stack([filled, self._bins[filled]])}
 
     def restore(self, state: Arrays) -> None:
         """Go on from what `state` gave."""
         count, self.mean, self._squares, self.mean_square, self.minimum, self.maximum = state["numbers"].tolist()
-        self.count, self._bins = int(count), state["bins"].clone()
+        self.count = int(count)
+        places, counts = state["bins"]
+        self._bins.zero_()[places] = counts
 
     @property
     def std(self) -> float:
