@@ -75,6 +75,7 @@ def prepare(run: Setup, measures: list[Measure], count: int, say: Callable[[str]
         ignore_index=run.criterion.ignore_index,
         moments=_moments(run),
         seed=run.config.analyze.seed,
+        shows_inputs=run.config.report.include_inputs,
         say=say,
     )
     for measure in every:

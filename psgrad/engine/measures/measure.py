@@ -36,6 +36,7 @@ class Setting:
         ignore_index: the target of positions that do not count.
         moments: the checkpoints of `analyze.checkpoints`, in the order of training; empty where there are none.
         seed: of everything that a measure draws.
+        shows_inputs: whether inputs of samples, and pictures over them, may be kept (`report.include_inputs`).
         say: told what a person should know, in a sentence.
     """
 
@@ -46,6 +47,7 @@ class Setting:
     ignore_index: int = -100
     moments: Sequence[Moment] = ()
     seed: int = 0
+    shows_inputs: bool = True
     say: Callable[[str], None] = lambda _: None
 
     def __len__(self) -> int:
