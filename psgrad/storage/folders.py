@@ -76,7 +76,9 @@ class RunFolder:
         """The folder of a run that is to go on: what it has finished stays."""
         run = cls(path)
         try:
-            for leftover in (*path.glob(".*.tmp"), *(path / SHARDS).glob(".*.tmp")):
+            own = [path / name for name in (SHARDS, MEASURES, "inputs", "plots")]
+            found = [leftover for folder in own if folder.is_dir() and not folder.is_symlink() for leftover in folder.rglob(".*.tmp")]
+            for leftover in [*path.glob(".*.tmp"), *found]:
                 leftover.unlink()
         except OSError as error:
             raise _unusable(path, error) from error

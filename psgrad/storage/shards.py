@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,8 @@ from psgrad.storage.folders import SHARDS, RunFolder, packed
 
 Array = np.ndarray[Any, Any]
 Arrays = Mapping[str, Array]
+
+_ORDER = "order"
 
 
 @dataclass(frozen=True)
@@ -47,9 +50,8 @@ class Shards:
     def append(self, table: pd.DataFrame, arrays: Arrays, state: Arrays) -> None:
         """Keep these rows durably, and all that was gathered up to them. Raises OutputError."""
         about = _about(self._rows, len(table))
-        if arrays:
-            self._folder.write_bytes(self._name_of("arrays", self._count), packed(arrays, about))
-        self._folder.write_bytes(self._name_of("state", self._count), packed(state, about))
+        self._folder.write_bytes(self._name_of("arrays", self._count), packed(arrays, {**about, _ORDER: json.dumps(list(arrays))}))
+        self._folder.write_bytes(self._name_of("state", self._count), packed(state, {**about, _ORDER: json.dumps(list(state))}))
         buffer = io.BytesIO()
         table.to_parquet(buffer, index=False)
         self._folder.write_bytes(self._name_of("table", self._count), buffer.getbuffer())
@@ -98,10 +100,7 @@ class Shards:
             table = pd.read_parquet(self._path("table", number))
         except (OSError, ValueError):  # not there, or damaged: pyarrow's own errors are ValueErrors
             return None
-        beside = self._path("arrays", number)
-        if not beside.exists():
-            return table, {}
-        arrays = _unpacked(beside, _about(first, len(table)))
+        arrays = _unpacked(self._path("arrays", number), _about(first, len(table)))
         return None if arrays is None else (table, arrays)
 
     def _state(self, number: int, first: int, rows: int) -> Arrays | None:
@@ -118,8 +117,11 @@ def _unpacked(path: Path, about: Mapping[str, str]) -> Arrays | None:
 
     try:
         with safe_open(path, framework="numpy") as file:
-            if file.metadata() != dict(about):
+            found = file.metadata() or {}
+            # A file has its arrays in an order of its own, and sums depend on the order.
+            order = json.loads(found.pop(_ORDER, "null"))
+            if found != dict(about) or sorted(order) != sorted(file.keys()):
                 return None
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (a file is no dict)
-    except (OSError, ValueError, SafetensorError):
+            return {name: file.get_tensor(name) for name in order}
+    except (OSError, ValueError, TypeError, SafetensorError):
         return None

@@ -58,11 +58,12 @@ def analyze(
     now = identity(run, count)
     folder = reopen(config.output, now) if resume else None
     if folder is not None and folder.finished:
+        folder.drop_shards()  # if it was killed just before
         return load_run(config.output)
     with clock("self-check"):
         check = run.self_check(stream)
     if folder is None:
-        folder = RunFolder.create(config.output, overwrite)
+        folder = RunFolder.create(config.output, overwrite or resume)
     facts = {**describe_run("analyze", run, check), "identity": now, "limit": limit}
     with recorded(folder, facts, clock):
         passes = Passes(setting, stream, every, about_rows(run), folder, progress)

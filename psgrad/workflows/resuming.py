@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from psgrad.errors import ConfigError
 from psgrad.inputs.imports import source_digest
@@ -30,6 +33,7 @@ def identity(run: Setup, count: int) -> dict[str, Any]:
         "data (its content)": run.samples.fingerprint,
         **{f"code of {spec}": source_digest(spec, base) for spec in specs if spec and ":" in spec},
         "the device that computes": run.device.type,
+        "versions": {"psgrad": version("psgrad"), "torch": torch.__version__},
     }
 
 
@@ -39,14 +43,12 @@ def reopen(path: Path, now: dict[str, Any]) -> RunFolder | None:
     Raises ConfigError, with the difference, where the folder holds a run with another identity, or one of another command.
     """
     manifest = manifest_of(path)
-    if manifest is None or manifest.get("state") is None:
+    if manifest is None or manifest.get("command") is None:  # killed at birth
         return None
     then = manifest.get("identity")
-    if manifest.get("command") != "analyze" or not isinstance(then, dict):
-        if manifest.get("command") is None:
-            return None  # killed at birth
+    if manifest["command"] != "analyze" or not isinstance(then, dict):
         raise ConfigError(
-            f"the run in {path} can't be gone on with: it is one of psgrad {manifest.get('command')}",
+            f"the run in {path} can't be gone on with: it is one of psgrad {manifest['command']}",
             expected="the folder of an interrupted psgrad analyze",
             next_step="choose another --output",
         )

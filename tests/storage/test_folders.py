@@ -40,6 +40,7 @@ def test_a_run_from_the_first_shard_to_the_finished_tables(tmp_path: Path) -> No
     assert _names(run.path) == {
         "manifest.json",
         *(f"parts/samples/{name}" for name in ("00000.parquet", "00001.parquet", "_00001.state.safetensors")),
+        *(f"parts/samples/_0000{number}.arrays.safetensors" for number in (0, 1)),
     }
     run.finish_samples(pd.concat([ROWS, ROWS]))
     run.drop_shards()
@@ -184,7 +185,11 @@ def test_a_real_limit_on_file_size_is_a_full_disk(tmp_path: Path) -> None:
     output = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True).stdout
     assert "disk is full or over quota" in output
     assert "10 finished samples stay" in output
-    assert _names(tmp_path / "run") == {"manifest.json", "parts/samples/00000.parquet", "parts/samples/_00000.state.safetensors"}
+    assert _names(tmp_path / "run") == {
+        "manifest.json",
+        "parts/samples/00000.parquet",
+        *(f"parts/samples/_00000.{kind}.safetensors" for kind in ("arrays", "state")),
+    }
 
 
 def test_an_interrupt_in_the_middle_of_a_write_leaves_no_debris(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,173 @@
+"""`psgrad analyze` itself, killed with SIGKILL and resumed: at most one shard is lost, and the tables are the same bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+
+from psgrad.config import load_config
+from psgrad.results import Progress
+from psgrad.workflows import analyze
+from tests.crashes import Go, Tell, kill_and_resume, points_of
+from tests.workplace import ROWS, Workplace
+
+CHUNK, SHARD = 3, 6
+# A measure that gathers, looks twice, keeps several numbers a sample and has a pass of its own: all that a state has to hold.
+MEASURE = """\
+from dataclasses import dataclass
+
+import torch
+
+from psgrad.engine.measures.measure import Gathered, Measure, OwnPass
+
+
+@dataclass
+class Everything(Measure):
+    name = "everything"
+    needs_factors = True
+    looks_twice = True
+
+    def prepare(self, setting):
+        self.setting, self.total, self.chunk = setting, {name: torch.zeros_like(p) for name, p in setting.examples.params.items()}, {}
+
+    def columns(self, gradients):
+        self.chunk = gradients.weighted_sum(torch.full_like(gradients.losses, 1.1))
+        return {"pair": torch.stack([gradients.losses, 2 * gradients.losses], 1)}
+
+    def keep(self):
+        for name, value in self.chunk.items():
+            self.total[name] += value
+        self.chunk = {}
+
+    def columns_again(self, gradients):
+        return {"dot": gradients.dot(self.total)}
+
+    def passes(self):
+        def run(start, chunk_size):
+            for rows, found in self.setting.examples.sized(chunk_size).each(lambda g: {"own": g.losses * 3}, start):
+                yield type("C", (), {"start": rows.start, "stop": rows.stop, "values": found})
+        return [OwnPass("everything", run)]
+
+    def state(self):
+        return self.total
+
+    def restore(self, state):
+        self.total = dict(state)
+
+    def gather(self, rows):
+        return Gathered(columns={"whole": rows["dot"] + rows["own"]}, arrays={"pairs": rows["pair"], **self.total})
+"""
+
+
+@pytest.fixture
+def go(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> Go:
+    monkeypatch.setattr("psgrad.workflows.measuring._ROWS_PER_SHARD", SHARD)
+    monkeypatch.setattr("psgrad.workflows.analysis.write_report", lambda result, write: write("report.html", b"a page"))
+    (workplace.folder / "own.py").write_text(MEASURE)
+    workplace.config |= {"engine": {"chunk_size": CHUNK, "verify": 0}, "analyze": {"measures": ["own.py:Everything", "el2n"]}}
+
+    def go(folder: Path, tell: Tell) -> None:
+        workplace.config["output"] = str(folder)
+        (workplace.folder / "config.yaml").write_text(yaml.safe_dump(workplace.config))
+
+        def said(progress: Progress) -> None:
+            if progress.phase == "samples":
+                tell(progress.done)
+
+        analyze(load_config(Path("config.yaml")), resume=True, progress=said)
+
+    return go
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """The hash of every file, but of the manifest, which has timings."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "manifest.json"]
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+class Checked:
+    """What must hold after each death: no whole shard is lost, nothing is done twice that a shard holds; and at the end the same bytes."""
+
+    def __init__(self, undisturbed: Path) -> None:
+        self.expected = contents(undisturbed)
+
+    def __call__(self, folder: Path, told: list[Any], finished: bool) -> None:
+        if finished:
+            assert contents(folder) == self.expected
+            assert json.loads((folder / "manifest.json").read_text())["state"] == "finished"
+            return
+        if (folder / "samples.parquet").exists():
+            assert pd.read_parquet(folder / "samples.parquet")["id"].tolist() == [f"row-{row:02d}" for row in range(ROWS)]
+        shards = folder / "parts" / "samples"
+        if shards.exists():
+            kept = sum(len(pd.read_parquet(path)) for path in shards.glob("[0-9]*.parquet"))
+            # What was told as done after the last kill, but for the shard at work, is there.
+            assert kept >= max(told, default=0) - SHARD
+
+
+@pytest.mark.parametrize("half", [0, 1])  # a hundred kills in all, for two workers
+def test_killed_anywhere_and_resumed(go: Go, tmp_path: Path, half: int) -> None:
+    points = points_of(go, tmp_path / "undisturbed")
+    check = Checked(tmp_path / "undisturbed")
+    assert {"samples.parquet", "parameters.parquet", "samples.csv", "measures/everything.safetensors"} <= set(check.expected)
+    draw = random.Random(half)
+    deaths = 0
+    while deaths < 50:
+        kills = [draw.randint(1, points) for _ in range(draw.choice([1, 1, 1, 2, 3]))]
+        deaths += kill_and_resume(go, check, tmp_path / f"run-{deaths}", kills)
+
+
+def test_a_state_that_is_lost_would_be_found(go: Go, tmp_path: Path, workplace: Workplace) -> None:
+    points = points_of(go, tmp_path / "undisturbed")
+    check = Checked(tmp_path / "undisturbed")
+    (workplace.folder / "own.py").write_text(MEASURE.replace("self.total = dict(state)", "pass"))
+    with pytest.raises(AssertionError):
+        kill_and_resume(go, check, tmp_path / "run", [points // 2])
+
+
+@pytest.mark.parametrize("name", ["00001.parquet", "_00003.state.safetensors", "_00001.arrays.safetensors"])
+@pytest.mark.parametrize("damage", ["cut", "gone", "empty"])
+def test_a_damaged_shard_is_done_again(go: Go, tmp_path: Path, name: str, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    points_of(go, tmp_path / "undisturbed")
+
+    def killed(self: Any, frame: pd.DataFrame) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("psgrad.storage.RunFolder.finish_samples", killed)
+        with pytest.raises(KeyboardInterrupt):
+            go(tmp_path / "run", lambda told: None)
+    path = tmp_path / "run" / "parts" / "samples" / name
+    content = path.read_bytes()
+    path.unlink()
+    if damage != "gone":
+        path.write_bytes(content[: len(content) // 2] if damage == "cut" else b"")
+    told: list[int] = []
+    go(tmp_path / "run", told.append)
+    Checked(tmp_path / "undisturbed")(tmp_path / "run", told, True)
+    # What was gathered is kept with the last shard alone: without that all is done again.
+    assert told[0] == 0
+
+
+def test_the_chunk_size_is_that_of_the_first_run(go: Go, workplace: Workplace, tmp_path: Path) -> None:
+    workplace.config["engine"]["chunk_size"] = "auto"
+    workplace.save(
+        x=np.tile(workplace.arrays["x"], (3, 1)),
+        y=np.tile(workplace.arrays["y"], 3),
+        uid=np.array([f"row-{i:02d}" for i in range(3 * ROWS)]),
+    )
+    points = points_of(go, tmp_path / "undisturbed")
+    expected = contents(tmp_path / "undisturbed")
+
+    def check(folder: Path, told: list[Any], finished: bool) -> None:
+        assert not finished or contents(folder) == expected
+
+    assert kill_and_resume(go, check, tmp_path / "run", [points // 2]) == 1
