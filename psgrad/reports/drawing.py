@@ -20,18 +20,29 @@ Array = np.ndarray[Any, Any]
 # Blue and orange stay apart for every kind of colour vision, and in grey.
 REST, DARK, REVIEW, INK, QUIET, GRID = "#5b7fa6", "#1d3a5c", "#d9640f", "#1f2933", "#6b7785", "#e6e9ed"
 
+# The same on a dark page: (name of the page's colour, on white, on near black).
+SHADES = (
+    ("rest", REST, "#83abd6"),
+    ("dark", DARK, "#d3e3f5"),
+    ("review", REVIEW, "#f2954d"),
+    ("ink", INK, "#e4e8ec"),
+    ("quiet", QUIET, "#a7b1bc"),
+    ("grid", GRID, "#303841"),
+)
+
 WIDTH_IN = 8.0
 
 
 @dataclass(frozen=True)
 class Plot:
-    """A figure with its words. `vector`: few enough marks to be small as SVG."""
+    """A figure with its words. `vector`: few enough marks to be small as SVG. `alt`: what it shows, for who can't see it."""
 
     name: str
     title: str
     caption: str
     figure: Figure
     vector: bool = True
+    alt: str = ""
 
     def png(self, dpi: int = 150) -> bytes:
         return self._render("png", dpi=dpi)
@@ -40,6 +51,15 @@ class Plot:
         # Without a date and with fixed ids the same run gives the same bytes.
         with matplotlib.rc_context({"svg.hashsalt": "psgrad"}):
             return self._render("svg", metadata={"Date": None})
+
+    def adaptive_svg(self) -> bytes:
+        """As SVG without a ground, whose colours follow the light or dark of the page that it stands on."""
+        with matplotlib.rc_context({"svg.hashsalt": "psgrad"}):
+            drawn = self._render("svg", metadata={"Date": None}, transparent=True, dpi=130)
+        rules = "".join(
+            f'[style*="{what}: {light}"]{{{what}:{dark}!important}}' for _, light, dark in SHADES for what in ("fill", "stroke")
+        )
+        return drawn.replace(b"<defs>", b"<style>@media (prefers-color-scheme:dark){" + rules.encode() + b"}</style><defs>", 1)
 
     def _render(self, kind: str, **options: Any) -> bytes:
         buffer = io.BytesIO()

@@ -35,7 +35,7 @@ def picture_uri(sample: TopSample, side: int) -> str | None:
 
 def plot_uri(plot: Plot) -> str:
     """A figure, closed as an image: nothing inside it reaches the page."""
-    return _uri("image/svg+xml", plot.svg()) if plot.vector else _uri("image/png", plot.png(dpi=130))
+    return _uri("image/svg+xml", plot.adaptive_svg()) if plot.vector else _uri("image/png", plot.png(dpi=130))
 
 
 def excerpt(text: str | None) -> str | None:
@@ -78,7 +78,8 @@ def facts_of(manifest: dict[str, Any], folder: Path) -> list[tuple[str, str]]:
         ("Arithmetic", at(manifest, "engine", "dtype")),
         ("Chunk size", at(manifest, "engine", "chunk_size")),
         ("Self-check", _check_words(check)),
-        ("Time", ", ".join(f"{phase} {number(seconds)} s" for phase, seconds in timings.items())),
+        # How long the page itself takes is not known when it is made.
+        ("Time", ", ".join(f"{phase} {number(seconds)} s" for phase, seconds in timings.items() if phase != "report")),
         ("Versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
         ("Run folder", folder),
     ]
