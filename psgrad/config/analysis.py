@@ -31,8 +31,11 @@ class ReferenceConfig(Section):
     """
 
     baseline: FilePath | None = None
+    """A saved baseline, a .json file, relative to this config."""
     run: FilePath | None = None
+    """The folder of a finished run, relative to this config."""
     data: DataConfig | None = None
+    """A trusted dataset; keys that are left out are those of the config's data."""
 
     @model_validator(mode="before")
     @classmethod
@@ -57,6 +60,7 @@ class OutlierConfig(Section):
     tail: Literal["upper", "lower"] = "upper"
     """Which end of the score is suspect."""
     reference: ReferenceConfig | None = None
+    """Trusted samples that others are judged against; without them there is a review list only."""
     fdr: Annotated[Finite, Field(gt=0, lt=1)] = 0.1
     """The share of false discoveries among the outliers that is accepted, on average."""
     group_by: str | None = None
@@ -64,6 +68,7 @@ class OutlierConfig(Section):
     min_group: Annotated[int, Field(ge=2)] = 50
     """Smaller groups are judged with all samples together."""
     detectors: list[DetectorConfig] = Field(default_factory=list)
+    """Detectors of outliers among projected gradients."""
 
 
 class AnalyzeConfig(Section):
@@ -75,12 +80,17 @@ class AnalyzeConfig(Section):
     }
 
     top: Annotated[int, Field(ge=1)] = 20
+    """How many samples are shown."""
     review_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.01
+    """Share of the samples on the review list where there is no reference."""
     measures: list[MeasureConfig] = Field(default_factory=list)
+    """Measured of each sample besides norm, loss and prediction; docs/measures.md lists them."""
     checkpoints: list[FilePath] | None = None
     """Moments of training, in order: measures that follow samples through training look at each."""
     seed: Annotated[int, Field(ge=0)] = 0
+    """Seed of whatever measures draw."""
     outliers: OutlierConfig = Field(default_factory=OutlierConfig)
+    """Who is an outlier."""
 
     @model_validator(mode="after")
     def _each_once(self) -> AnalyzeConfig:
@@ -100,12 +110,17 @@ class GateConfig(Section):
     """
 
     max_outliers: Annotated[int, Field(ge=0)] | None = None
+    """At most so many outliers; null for any number."""
     max_fraction: Annotated[Finite, Field(ge=0, le=1)] | None = None
+    """At most this share of the samples may be outliers; null for any share."""
     nonfinite: Literal["error", "warning", "ignore"] = "error"
+    """What a loss or gradient that is NaN or infinite is."""
     new_only: bool = False
     """Count only what the baseline does not know."""
     baseline: FilePath | None = None
+    """Findings that are known already: a file of `psgrad baseline save`, relative to this config."""
     ignore: FilePath | None = None
+    """Findings that are accepted, each with a reason: a YAML file, relative to this config."""
 
     @model_validator(mode="after")
     def _new_to_what(self) -> GateConfig:

@@ -32,15 +32,25 @@ class TrainConfig(Section):
     """
 
     function: CallableSpec | None = None
+    """module:callable, called as train(model, inputs, target, seed); null for the built-in trainer."""
     optimizer: Literal["sgd", "adam", "adamw", "newton"] = "adam"
+    """Of the built-in trainer; newton is for convex objectives alone."""
     epochs: Annotated[int, Field(ge=1)] = 50
+    """Passes over the training rows; of sgd, adam and adamw."""
     batch_size: Annotated[int, Field(ge=1)] = 64
+    """Rows a step; of sgd, adam and adamw."""
     learning_rate: Annotated[Finite, Field(gt=0)] = 1e-3
+    """Of sgd, adam and adamw."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls to zero; of sgd, adam and adamw."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Of sgd."""
     weight_decay: Annotated[Finite, Field(ge=0)] = 0.0
+    """As torch's optimisers have it; newton holds n * weight_decay fixed on removal."""
     tolerance: Annotated[Finite, Field(gt=0)] = 1e-10
+    """Norm of the gradient at which newton stops."""
     together: Annotated[int, Field(ge=1)] = 100
+    """Models trained, and kept, at a time."""
 
     @model_validator(mode="before")
     @classmethod
@@ -68,41 +78,46 @@ class TuningConfig(Section):
     """
 
     subsets: Annotated[int, Field(ge=3)] = 30
+    """How many other subsets dampings are chosen on."""
     queries: Annotated[int, Field(ge=1)] = 60
+    """Queries set aside for it, at random, and not reported."""
     dampings: list[Annotated[Finite, Field(gt=0)]] = Field(
         default_factory=lambda: [1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0], min_length=1
     )
+    """Candidates, as multiples of the curvature's mean eigenvalue."""
 
 
 class EvaluationConfig(Section):
-    """`psgrad influence --evaluate`.
-
-    Attributes:
-        train: how a model is trained again.
-        methods: compared with influence.method, in the same tables.
-        queries: at most so many of the queries, at random; None for all.
-        seeds: trainings of each subset (lds), removal (loo, removal) or set of flips (mislabel: each set has one).
-        seed: of everything drawn.
-        subsets, fraction, tuning: of lds: how many subsets, the share of the rows in each, and how dampings are chosen (None: as they are).
-        removals, highest: of loo: how many examples are left out, and how many of these are those with the highest self-influence.
-        flips, share: of mislabel: how many sets of flips, and the share of the labels in each.
-        ks, explained: of removal: how many proponents are left out, and of how many queries.
-    """
+    """`psgrad influence --evaluate`: models trained again, and what is compared."""
 
     train: TrainConfig = Field(default_factory=TrainConfig)
+    """How a model is trained again."""
     methods: list[MethodConfig] = Field(default_factory=list)
+    """Methods compared with influence.method, in the same tables."""
     queries: Annotated[int, Field(ge=1)] | None = None
+    """At most so many of the queries, at random; null for all."""
     seeds: Annotated[int, Field(ge=1)] = 3
+    """Trainings of each subset (lds), removal (loo, removal) or set of flips (mislabel: each set has one)."""
     seed: Annotated[int, Field(ge=0)] = 0
+    """Seed of everything drawn."""
     subsets: Annotated[int, Field(ge=3)] = 100
+    """Of lds: how many subsets."""
     fraction: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Of lds: the share of the rows in each subset."""
     tuning: TuningConfig | None = None
+    """Of lds: how dampings are chosen; by default they stay as they are."""
     removals: Annotated[int, Field(ge=3)] = 100
+    """Of loo: how many examples are left out."""
     highest: Annotated[int, Field(ge=0)] = 20
+    """Of loo: how many of the removals are those with the highest self-influence."""
     flips: Annotated[int, Field(ge=1)] = 5
+    """Of mislabel: how many sets of flipped labels."""
     share: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """Of mislabel: the share of the labels in each set."""
     ks: list[Annotated[int, Field(ge=1)]] = Field(default_factory=lambda: [10, 20, 50], min_length=1)
+    """Of removal: how many proponents are left out."""
     explained: Annotated[int, Field(ge=2)] = 20
+    """Of removal: of how many queries."""
 
     @model_validator(mode="after")
     def _highest_are_removals(self) -> EvaluationConfig:

@@ -26,6 +26,7 @@ class QueriesConfig(DataConfig):
     """
 
     rows: list[Annotated[int, Field(ge=0)]] | None = None
+    """Rows to ask about, counted from 0; left out, all of them."""
 
     @model_validator(mode="after")
     def _one_source(self) -> QueriesConfig:
@@ -59,7 +60,9 @@ class CheckpointConfig(Section):
     """One moment of training: the weights, and the learning rate that the optimiser had then."""
 
     path: FilePath
+    """The weights, relative to this config."""
     learning_rate: Annotated[Finite, Field(gt=0)] | None = None
+    """The optimiser's learning rate there; tracin needs it."""
 
     @model_validator(mode="before")
     @classmethod
@@ -74,12 +77,19 @@ class IndexConfig(Section):
     """
 
     path: FilePath
+    """Folder of the index, relative to the current directory."""
     dimension: Annotated[int, Field(ge=1)] = 2048
+    """Numbers kept of each gradient."""
     projection: Literal["sparse", "rademacher", "gaussian", "two-sided", "none"] = "sparse"
+    """How gradients are projected; none keeps them whole."""
     seed: Annotated[int, Field(ge=0)] = 0
+    """Seed of the projection."""
     features: Literal["loss", "margin"] = "loss"
+    """Gradients of the loss, or of the margin (for trak)."""
     dtype: Literal["float64", "float32", "float16", "bfloat16"] = "float32"
+    """Precision of what is kept."""
     rows_per_shard: Annotated[int, Field(ge=1)] = 4096
+    """Rows in each file of the index."""
 
     @model_validator(mode="before")
     @classmethod
@@ -100,7 +110,9 @@ class MeasurementConfig(Section):
     number. `larger_is` says whether a large one is good for the query; it is known for the named ones."""
 
     name: Annotated[str, AfterValidator(_measurement_name)] = "loss"
+    """loss, margin, logit, or module:callable(output, target) that returns one number a query."""
     larger_is: Literal["better", "worse"] | None = None
+    """Of a callable of your own: whether a large value is good for the query."""
 
     @model_validator(mode="before")
     @classmethod
@@ -125,18 +137,27 @@ class InfluenceConfig(Section):
     }
 
     queries: QueriesConfig | None = None
+    """Whom to explain; by default the training rows themselves."""
     method: MethodConfig = Field(default_factory=MethodConfig)
+    """How influence is estimated; docs/influence.md lists the methods and their options."""
     measurement: MeasurementConfig = Field(default_factory=MeasurementConfig)
+    """What of a query is explained."""
     parameters: ParameterPatterns = None
+    """Patterns of parameter names, such as [head.*]; null for all trainable ones."""
     checkpoints: list[CheckpointConfig] | None = None
+    """Moments of one training run; by default model.checkpoint alone."""
     top: Annotated[int, Field(ge=1)] = 10
+    """Examples of either sign ranked for each query."""
     layers: Literal["none", "parameter", "module"] = "none"
-    # RelatIF: scores divided by the square root of the example's self-influence, or by the norm of its preconditioned gradient.
+    """Whether scores are also given for each parameter or module."""
     normalize: Literal["none", "self_influence", "preconditioned_norm"] = "none"
+    """RelatIF: scores divided by the root of the example's self-influence, or by the norm of its preconditioned gradient."""
     index: IndexConfig | None = None
-    # Each training example's influence on itself; auto leaves it out where it would cost a solve an example.
+    """An index of the training gradients, built by `psgrad influence index`."""
     self_influence: Literal["auto", "always", "never"] = "auto"
+    """Each example's influence on itself; auto leaves it out where it would cost a solve an example."""
     evaluate: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    """`psgrad influence --evaluate`: models trained again, to see whether scores are true."""
 
     @model_validator(mode="after")
     def _each_checkpoint_once(self) -> InfluenceConfig:

@@ -20,8 +20,11 @@ class AdaptiveConfig(Section):
     """A bound that follows a quantile of the norms, by a noised count of the records below it (Andrew et al. 2021, arXiv 1905.03871)."""
 
     quantile: Annotated[Finite, Field(ge=0, le=1)] = 0.5
+    """The quantile of the norms that the bound follows."""
     learning_rate: Annotated[Finite, Field(gt=0)] = 0.2
+    """How fast the bound follows."""
     count_noise_multiplier: Annotated[Finite, Field(gt=0)] = 10.0
+    """Noise on the count of records below the bound."""
 
 
 def _groups(value: object) -> object:
@@ -49,10 +52,15 @@ class ClippingConfig(Section):
     }
 
     norm: Annotated[Finite, Field(gt=0)] | None = None
+    """The bound on one record's gradient."""
     groups: Annotated[Literal["flat", "layer", "parameter"] | dict[str, float], BeforeValidator(_groups)] = "flat"
+    """flat (one bound), layer or parameter (shared out equally), or patterns of parameter names with a bound each."""
     rule: Literal["clip", "automatic"] = "clip"
+    """clip scales what is longer down to the bound; automatic scales all to bound / (norm + stability)."""
     stability: Annotated[Finite, Field(gt=0)] = 0.01
+    """Of rule: automatic."""
     adaptive: AdaptiveConfig | None = None
+    """A bound that follows a quantile of the norms."""
 
     @model_validator(mode="after")
     def _one_bound_each(self) -> ClippingConfig:
@@ -88,9 +96,13 @@ class ScheduleConfig(Section):
     """
 
     kind: Literal["constant", "step", "exponential", "list"]
+    """constant: 1. step: factor^(t // every). exponential: factor^t. list: one number a step."""
     every: Annotated[int, Field(ge=1)] | None = None
+    """Of step: how many steps a level lasts."""
     factor: Annotated[Finite, Field(gt=0)] | None = None
+    """Of step and exponential."""
     multipliers: list[Annotated[Finite, Field(gt=0)]] | None = None
+    """Of list: one number for each step."""
 
     @model_validator(mode="after")
     def _fields_of_this_kind(self) -> ScheduleConfig:
@@ -115,13 +127,19 @@ class NoiseConfig(Section):
     }
 
     multiplier: Annotated[Finite, Field(ge=0)] | None = None
+    """Standard deviation of the noise on the sum, as a multiple of the sensitivity."""
     target_epsilon: Annotated[Finite, Field(gt=0)] | None = None
+    """In place of a multiplier: the epsilon from which the noise is solved."""
     mechanism: Literal["gaussian", "discrete_gaussian"] = "gaussian"
-    # Step of the grid that records are rounded to, before the discrete noise; None lets the bound and the model's size decide.
+    """The kind of noise."""
     grid: Annotated[Finite, Field(gt=0)] | None = None
+    """Of discrete_gaussian: step of the grid that records are rounded to; null lets the bound and the model's size decide."""
     generator: Literal["aes", "torch"] = "aes"
+    """Where random numbers come from: aes is cryptographic."""
     schedule: ScheduleConfig = Field(default_factory=lambda: ScheduleConfig(kind="constant"))
+    """The multiplier of step t = 0, 1, ..., as a multiple of the one above."""
     seed: Annotated[int, Field(ge=0)] | None = None
+    """For tests, with --insecure-deterministic: who knows the seed can take the noise off."""
 
     @model_validator(mode="after")
     def _one_amount(self) -> NoiseConfig:

@@ -10,3 +10,4 @@ class MethodConfig(NamedSection):
     without a name are those of `influence`."""
 
     name: str = "influence"
+    """A known method, or module:Class; the other keys are its options."""

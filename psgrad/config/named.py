@@ -15,6 +15,7 @@ class NamedSection(Section):
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
     name: str
+    """A known name, or module:Class; the other keys are its options."""
 
     @model_validator(mode="before")
     @classmethod

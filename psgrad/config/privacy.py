@@ -22,7 +22,9 @@ class OptimizerConfig(Section):
     not_taken: ClassVar[Mapping[str, str]] = {"lr": "an optimiser's arguments go to privacy.optimizer.kwargs"}
 
     name: str
+    """An optimiser of torch.optim."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Its arguments, such as {lr: 0.1}."""
 
     @field_validator("name")
     @classmethod
@@ -76,21 +78,32 @@ class PrivacyConfig(Section):
     }
 
     steps: Annotated[int, Field(ge=1)]
+    """How many steps are planned, and accounted."""
     delta: Annotated[Finite, Field(gt=0, lt=1, description="the delta of (epsilon, delta), below one over the number of records")]
     expected_batch_size: Annotated[
         Finite,
         Field(gt=0, description="the public number that the noisy sum is divided by; the size of the batch that was drawn is private"),
     ]
     sampling: SamplingConfig
+    """How the records of a step are drawn."""
     relation: RelationName
+    """What neighbouring datasets are; by default the scheme's own."""
     unit: UnitConfig | None = None
+    """Who is protected, where it is not a row: all rows with one value in a column."""
     augmentation: AugmentationConfig | None = None
+    """Each row stands for several copies of itself."""
     clipping: ClippingConfig
+    """What each record's gradient is scaled down to."""
     noise: NoiseConfig
+    """How much noise, and of which kind."""
     optimizer: OptimizerConfig
+    """What is made of the noisy gradient."""
     trainable: ParameterPatterns = None
+    """Patterns of parameter names that are trained; null for all trainable ones."""
     loss_scaling: Annotated[Literal["none"], BeforeValidator(_loss_scaling)] = "none"
+    """none is the only value: gradients here need no scaling."""
     checkpoint_every: Annotated[int | str, BeforeValidator(_interval)] = "30s"
+    """A number of steps, or a time such as 30s, 5min or 1h."""
 
     @property
     def checkpoint_steps(self) -> int | None:

@@ -46,10 +46,15 @@ class SamplingConfig(Section):
     }
 
     scheme: Scheme
+    """poisson: each record by itself. truncated_poisson: at most so many of them. fixed: batches of one size."""
     sample_rate: Annotated[Finite, Field(gt=0, le=1)] | None = None
+    """Of the poisson schemes: the probability of each record."""
     batch_size: Annotated[int, Field(ge=1)] | None = None
+    """Of fixed: records in a batch."""
     max_batch_size: Annotated[int, Field(ge=1)] | None = None
+    """Of truncated_poisson: at most so many records."""
     dataset_size: Annotated[int, Field(ge=1)] | None = None
+    """Of truncated_poisson: the number of records, which is public then."""
 
     @model_validator(mode="after")
     def _fields_of_this_scheme(self) -> SamplingConfig:
@@ -88,12 +93,17 @@ class UnitConfig(Section):
     """
 
     column: str
+    """The column that says whom a row belongs to."""
     combine: Literal["mean", "sum"] = "mean"
+    """How a record's rows are put together before the clipping."""
     max_rows: Annotated[int, Field(ge=1)] | None = None
+    """Rows of a record that count, the first ones; null for all."""
 
 
 class AugmentationConfig(Section):
     """Each row stands for `copies` of what `function(*inputs of one row)` returns, averaged inside the record."""
 
     function: CallableSpec
+    """module:callable(*inputs of one row)."""
     copies: Annotated[int, Field(ge=1)]
+    """Copies of each row, averaged inside the record."""

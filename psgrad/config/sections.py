@@ -76,10 +76,15 @@ class ModelConfig(Section):
     """The model: a factory, its arguments, and the weights to put in."""
 
     factory: CallableSpec
+    """What builds the model: module:callable or file.py:callable; files are relative to this config."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the factory."""
     checkpoint: FilePath | None = None
+    """The weights: .safetensors, .safetensors.index.json, .pt, .pth or .ckpt, relative to this config."""
     state_dict_key: str | None = None
+    """Where in a .pt, .pth or .ckpt file the weights lie."""
     mode: Literal["eval", "train"] = "eval"
+    """Whether the model runs as in evaluation or as in training (dropout on)."""
 
     @model_validator(mode="after")
     def _key_needs_a_checkpoint(self) -> ModelConfig:
@@ -92,11 +97,17 @@ class LossConfig(Section):
     """The loss of one sample: a known name with its options, or a callable of the user's own. A bare string is the name alone."""
 
     name: Annotated[str, AfterValidator(_loss_name)]
+    """A known loss, or module:callable(output, target) that returns one number a sample."""
     label_smoothing: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the label spread over all classes; of cross_entropy and token_cross_entropy."""
     weight: list[Annotated[Finite, Field(ge=0)]] | None = None
+    """A factor for each class; of cross_entropy, token_cross_entropy and nll."""
     ignore_index: int | None = None
+    """Targets with this value don't count; of cross_entropy, token_cross_entropy and nll."""
     beta: Annotated[Finite, Field(gt=0)] = 1.0
+    """Where smooth_l1 turns from squares to absolute values, in the target's unit."""
     delta: Annotated[Finite, Field(gt=0)] = 1.0
+    """Where huber turns from squares to absolute values, in the target's unit."""
 
     @model_validator(mode="before")
     @classmethod
@@ -126,12 +137,19 @@ class DataConfig(Section):
     }
 
     path: Annotated[FilePath, AfterValidator(_data_path)] | None = None
+    """A file: .npz, .csv, .parquet or .safetensors, relative to this config."""
     factory: CallableSpec | None = None
+    """In place of a path: module:callable or file.py:callable that returns a torch Dataset."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the factory."""
     inputs: Annotated[str | list[str] | None, BeforeValidator(_column_names)] = None
+    """The column that the model reads, or a list of them."""
     target: str | None = None
+    """The column that the loss compares the output with."""
     id: str | None = None
+    """The column that names each row; without it a row is known by its number and content."""
     class_names: list[str] | None = None
+    """Names of the classes 0, 1, 2, ... for people."""
 
     @model_validator(mode="after")
     def _one_source(self) -> DataConfig:
@@ -148,16 +166,21 @@ class EngineConfig(Section):
     """How the gradients are computed."""
 
     device: str = "auto"
+    """auto (a GPU where there is one), cpu, cuda or cuda:N."""
     chunk_size: Annotated[int | Literal["auto"], BeforeValidator(_chunk_size)] = "auto"
-    # What a chunk of samples may take, in bytes; auto is a share of what is free.
+    """Rows computed together; auto fits them to the memory."""
     memory: Annotated[int | Literal["auto"], BeforeValidator(_memory)] = "auto"
-    # bfloat16 is mixed precision: products in bfloat16, parameters, sums and norms in float32.
+    """What a chunk of rows may take: a size such as 2GiB; auto is a share of what is free."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    """Precision; bfloat16 is mixed: products in bfloat16, parameters, sums and norms in float32."""
     verify: Annotated[int, Field(ge=0)] = 3
+    """Rows whose gradient is checked against a plain one-sample gradient; 0 for none."""
     capture: Literal["auto", "off"] = "auto"
+    """Whether a chunk's operators are recorded once and replayed; off for models that change from row to row."""
     compile: Literal["none", "inductor"] = "none"
-    # A JSON file of this machine's constants, for the planner; by default those that `psgrad plan` measured, else built-in ones.
+    """Whether what was captured is compiled."""
     machine: FilePath | None = None
+    """A JSON file of this machine's speeds; by default those that `psgrad plan` measured."""
 
     @model_validator(mode="after")
     def _memory_sizes_automatic_chunks(self) -> EngineConfig:
@@ -176,4 +199,6 @@ class ReportConfig(Section):
     """The report."""
 
     include_inputs: bool = True
+    """Whether the report shows the inputs of samples."""
     title: str | None = None
+    """Heading of the report."""

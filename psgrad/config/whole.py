@@ -24,16 +24,27 @@ class Config(Section):
     """One whole config. Paths of the model, data and factories are relative to `base`, `output` to the current directory."""
 
     version: Annotated[Literal[1], BeforeValidator(_version)]  # a Literal alone takes true for 1
+    """Version of this format."""
     model: ModelConfig
+    """The model: a factory, its arguments, and the weights to put in."""
     loss: LossConfig
+    """The loss of one sample."""
     data: DataConfig
+    """The dataset, and which of its columns are which."""
     engine: EngineConfig = Field(default_factory=EngineConfig)
+    """How gradients are computed; the defaults suit most runs."""
     analyze: AnalyzeConfig = Field(default_factory=AnalyzeConfig)
+    """What `psgrad analyze` measures of each sample."""
     gate: GateConfig = Field(default_factory=GateConfig)
+    """What a run may hold and still pass `psgrad check` or `psgrad analyze --check`."""
     report: ReportConfig = Field(default_factory=ReportConfig)
+    """What report.html shows."""
     privacy: PrivacyConfig | None = None
+    """A differentially private run, `psgrad dp-step`."""
     influence: InfluenceConfig = Field(default_factory=InfluenceConfig)
+    """`psgrad influence`: which training examples made the model do this."""
     output: FilePath
+    """The run folder, relative to the current directory."""
     # Private, so that no file can set it.
     _base: Path = PrivateAttr(default_factory=Path)
 
