@@ -6,7 +6,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from psgrad.results import SAMPLE_COLUMNS, disagrees, rank_samples, top_samples
+from psgrad.quality.ranking import rank_samples
+from psgrad.results import SAMPLE_COLUMNS, disagrees, top_samples
 
 
 def _frame(norms: list[float], losses: list[float] | None = None) -> pd.DataFrame:
@@ -65,8 +66,8 @@ def test_an_empty_frame_and_one_without_finite_rows_are_ranked() -> None:
 
 
 def test_columns_come_in_one_order_and_unknown_ones_last() -> None:
-    ranked = rank_samples(_frame([1.0]).assign(group="a", target=3), 0.01)
-    assert list(ranked) == [column for column in SAMPLE_COLUMNS if column in ranked] + ["group"]
+    ranked = rank_samples(_frame([1.0]).assign(place="a", target=3), 0.01)
+    assert list(ranked) == [column for column in SAMPLE_COLUMNS if column in ranked] + ["place"]
 
 
 def test_the_top_is_sorted_and_holds_no_unranked_rows() -> None:

@@ -6,7 +6,6 @@ from psgrad.results.analyze import AnalyzeResult as AnalyzeResult
 from psgrad.results.analyze import TopSample as TopSample
 from psgrad.results.analyze import disagrees as disagrees
 from psgrad.results.analyze import has_classes as has_classes
-from psgrad.results.analyze import rank_samples as rank_samples
 from psgrad.results.analyze import top_samples as top_samples
 from psgrad.results.audit import AuditBound as AuditBound
 from psgrad.results.audit import DPAuditResult as DPAuditResult

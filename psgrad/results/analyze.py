@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,9 +25,14 @@ SAMPLE_COLUMNS = (
     "log_norm",
     "rank",
     "percentile",
+    "robust_z",
+    "p_value",
+    "q_value",
+    "outlier_score",
     "is_outlier_issue",
     "reasons",
     "status",
+    "group",
 )
 
 PARAMETER_COLUMNS = (
@@ -86,42 +90,8 @@ class AnalyzeResult:
     check: CheckResult | None = None
 
 
-def rank_samples(frame: pd.DataFrame, review_fraction: float) -> pd.DataFrame:
-    """Add what the norms say about each other: rank, percentile, log_norm, is_outlier_issue, reasons and status.
-
-    Rows whose loss or norm is not finite are unranked and always in the review list. The rest of the list are the
-    ceil(review_fraction * finite rows) largest norms, so it is never empty on a healthy model: a list to look at, not a verdict.
-    Samples with a gradient of exactly zero are named, but never reviewed for it. Ties are ranked in dataset order; `percentile` is the
-    percentage of finite rows whose norm is not larger. Columns come back in the order of SAMPLE_COLUMNS, unknown ones last.
-    """
-    norm = frame["grad_norm"].astype("float64")
-    finite = np.isfinite(norm) & np.isfinite(frame["loss"].astype("float64"))
-    if "status" in frame:
-        finite &= frame["status"] == "ok"
-    ranked = norm.where(finite)
-    rank = ranked.rank(ascending=False, method="first")
-    in_review = (rank <= math.ceil(review_fraction * int(finite.sum()))) & (norm > 0)
-    reasons = np.select(
-        [~finite, in_review, norm == 0],
-        ["loss or gradient is not finite", f"among the largest {review_fraction:.3g} of gradient norms", "gradient is exactly zero"],
-        default="",
-    )
-    with np.errstate(divide="ignore"):
-        log_norm = np.log10(ranked)
-    result = frame.assign(
-        log_norm=log_norm,
-        rank=rank.astype("Int64"),
-        percentile=100 * ranked.rank(method="max", pct=True),
-        is_outlier_issue=in_review | ~finite,
-        reasons=reasons,
-        status=np.where(finite, "ok", "nonfinite"),
-    )
-    known = [column for column in SAMPLE_COLUMNS if column in result]
-    return result[known + [column for column in result if column not in SAMPLE_COLUMNS]]
-
-
 def top_samples(frame: pd.DataFrame, n: int) -> pd.DataFrame:
-    """The n rows of a ranked frame with the largest norms, largest first; unranked rows never appear."""
+    """The n rows of a ranked frame that are to be looked at first, in this order; unranked rows never appear."""
     return frame[frame["rank"] <= n].sort_values("rank")
 
 

@@ -15,8 +15,9 @@ from psgrad.engine.measures.measure import Gathered, Measure
 from psgrad.engine.measures.norms import GradientNorms
 from psgrad.errors import ConfigError
 from psgrad.inputs.samples import Samples
+from psgrad.quality.ranking import rank_samples
 from psgrad.reports.write import write_report
-from psgrad.results import PARAMETER_COLUMNS, AnalyzeResult, MeasureResult, Progress, TopSample, rank_samples, top_samples
+from psgrad.results import PARAMETER_COLUMNS, AnalyzeResult, MeasureResult, Progress, TopSample, top_samples
 from psgrad.storage import RunFolder
 from psgrad.storage.finished import load_run
 from psgrad.workflows.measure_setup import measures_of, prepare

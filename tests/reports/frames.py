@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from psgrad.results import AnalyzeResult, TopSample, rank_samples, top_samples
+from psgrad.quality.ranking import rank_samples
+from psgrad.results import AnalyzeResult, TopSample, top_samples
 
 MANIFEST: dict[str, Any] = {
     "config": {"loss": {"name": "cross_entropy"}, "report": {"title": None}},

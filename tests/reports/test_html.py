@@ -9,10 +9,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from psgrad.quality.ranking import rank_samples
 from psgrad.reports.html import render
 from psgrad.reports.plots import draw_plots
 from psgrad.reports.write import write_report
-from psgrad.results import AnalyzeResult, TopSample, rank_samples, top_samples
+from psgrad.results import AnalyzeResult, TopSample, top_samples
 from tests.reports import frames
 
 LIMIT_BYTES = 2_000_000

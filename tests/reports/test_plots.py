@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+from psgrad.quality.ranking import rank_samples
 from psgrad.reports.plots import draw_plots, loss_against_norm, norm_histogram, norms_per_class, norms_per_layer, top_sheet
-from psgrad.results import has_classes, rank_samples
+from psgrad.results import has_classes
 from tests.reports import frames
 
 

@@ -1,0 +1,178 @@
+"""A reference: the scores of samples that are trusted, where they came from, and what they may be compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from psgrad.errors import ConfigError, DataError
+from psgrad.quality.groups import labels_of
+
+Array = npt.NDArray[Any]
+
+SAVED_ROWS = 20_000
+"""How many rows of a reference a baseline holds at most; more would not tell more outliers apart than 1 in 2,000 at a rate of 0.1."""
+
+# Fingerprints are digests: of these many digits, two of a million samples agree by chance once in 10^7 runs.
+_DIGITS = 16
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Trusted samples, a row each.
+
+    Attributes:
+        kind: 'baseline', 'run' or 'data'. source: the file or folder, as the config names it.
+        scores: [n] float64, NaN where a sample has none. labels: [n] text, its group, before small groups are joined.
+        fingerprints: [n] text. rows: [n, k], what detectors look at; None where that is not at hand.
+        caveats: what a reader of the verdict must know of it.
+    """
+
+    kind: str
+    source: str
+    scores: Array
+    labels: Array
+    fingerprints: Array
+    rows: Array | None = None
+    caveats: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.scores)
+
+    def holds(self, fingerprints: Array, scores: Array) -> npt.NDArray[np.bool_]:
+        """[m] bool: which samples are in the reference themselves: the same fingerprint, and the same score but for rounding.
+
+        A fingerprint is that of the id where there is one: a sample that was changed since has its old id and another score.
+        """
+        known = pd.Series(self.scores, index=[str(each)[:_DIGITS] for each in self.fingerprints])
+        known = known[~known.index.duplicated() & (known.index != "")]
+        mine = known.reindex([str(each)[:_DIGITS] for each in fingerprints]).to_numpy("float64")
+        return np.isclose(mine, scores.astype("float64"), rtol=1e-4, atol=0.0)
+
+
+def reference_of(samples: pd.DataFrame, score: str, by: str | None, kind: str, source: str, rows: Array | None = None) -> Reference:
+    """The reference that a table of samples makes. Raises ConfigError where it lacks the score or the groups."""
+    if score not in samples:
+        raise ConfigError(
+            f"the reference {source} has no column {score!r}, by which samples are judged (analyze.outliers.score)",
+            expected=f"one of its columns: {', '.join(map(str, samples))}",
+            next_step="run psgrad analyze on the reference again, with the measure that gives this column",
+        )
+    finite = np.isfinite(samples["loss"].to_numpy("float64")) & np.isfinite(samples["grad_norm"].to_numpy("float64"))
+    scores = np.where(finite, samples[score].to_numpy("float64", na_value=np.nan), np.nan)
+    prints = samples["fingerprint"].to_numpy(str) if "fingerprint" in samples else np.full(len(samples), "")
+    return Reference(kind, source, scores, labels_of(samples, by), prints, rows)
+
+
+def measured_as(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """What scores depend on, by a run's manifest: those of two runs can be compared where all of this is the same."""
+    config = manifest.get("config", {})
+    model, analyze = config.get("model", {}), config.get("analyze", {})
+    return {
+        "checkpoint": manifest.get("model", {}).get("sha256"),
+        # The folder is left out: configs in different places write the way to one file differently.
+        "model": str(model.get("factory")).rpartition("/")[2],
+        "kwargs": model.get("kwargs", {}),
+        "mode": model.get("mode"),
+        "trainable": manifest.get("model", {}).get("trainable"),
+        "loss": config.get("loss"),
+        "dtype": config.get("engine", {}).get("dtype"),
+        "measures": analyze.get("measures", []),
+        "checkpoints": analyze.get("checkpoints"),
+        "seed": analyze.get("seed"),
+    }
+
+
+_OF_MEASURES = ("measures", "checkpoints", "seed")
+_OF_MODEL = ("grad_norm", "log_norm", "loss", "confidence")
+
+
+def require_comparable(ours: Mapping[str, Any], theirs: Mapping[str, Any], score: str, source: str) -> tuple[str, ...]:
+    """Caveats, where scores of a reference can be compared with ours; both as `measured_as` tells.
+
+    Raises ConfigError with every difference where they can't.
+    """
+    asked = [key for key in ours if key not in _OF_MEASURES or score not in _OF_MODEL]
+    changed = [
+        f"  {key}: {theirs.get(key)!r:.80} in the reference, {ours[key]!r:.80} here" for key in asked if theirs.get(key) != ours[key]
+    ]
+    if changed:
+        raise ConfigError(
+            "\n".join([f"the reference {source} was measured with something else, and its scores can't be compared with these:", *changed]),
+            expected="a reference of the same checkpoint, model, loss and numbers",
+            cause="the model was trained again, or the config changed, since the reference was measured",
+            next_step="run psgrad analyze on the trusted samples again, or give them as analyze.outliers.reference.data",
+        )
+    if ours.get("checkpoint") is None:
+        return ("there is no checkpoint by which to tell whether the reference was measured with the same weights",)
+    return ()
+
+
+def saved_reference(samples: pd.DataFrame, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """What a baseline holds of a finished run, as plain values: the scores of its samples, all of them but those without one.
+
+    Of more than SAVED_ROWS those with the smallest fingerprints stay, which is a random choice: a fingerprint is a digest. Samples that
+    were flagged stay, too: a reference from which the large scores are taken out would flag sound samples.
+    """
+    outliers = manifest.get("config", {}).get("analyze", {}).get("outliers", {})
+    score, by = outliers.get("score", "grad_norm"), outliers.get("group_by")
+    whole = reference_of(samples, score, by, "run", "")
+    scored = np.flatnonzero(~np.isnan(whole.scores))
+    kept = np.sort(scored[np.argsort(whole.fingerprints[scored], kind="stable")[:SAVED_ROWS]])
+    groups = {
+        str(label): {
+            "scores": whole.scores[rows].tolist(),
+            "fingerprints": [str(each)[:_DIGITS] for each in whole.fingerprints[rows]],
+        }
+        for label in sorted(set(whole.labels[kept].tolist()))
+        for rows in [kept[whole.labels[kept] == label]]
+    }
+    return {
+        "score": score,
+        "tail": outliers.get("tail", "upper"),
+        "group_by": by,
+        "measured_as": measured_as(manifest),
+        "versions": {name: manifest.get("versions", {}).get(name) for name in ("psgrad", "torch")},
+        "samples": len(samples),
+        "nonfinite": len(samples) - len(scored),
+        "groups": groups,
+    }
+
+
+def read_reference(content: Mapping[str, Any], source: str, score: str, by: str | None) -> Reference:
+    """The reference that a baseline holds, for judging by this score within these groups.
+
+    Raises DataError where it is not as `saved_reference` made it, ConfigError where it has another score or other groups.
+    """
+    try:
+        groups = content["groups"]
+        parts = [(str(label), np.asarray(group["scores"], "float64"), group["fingerprints"]) for label, group in groups.items()]
+        theirs, their_groups, nonfinite = content["score"], content["group_by"], int(content["nonfinite"])
+        if any(scores.ndim != 1 or len(scores) != len(prints) for _, scores, prints in parts) or not isinstance(theirs, str):
+            raise ValueError("scores and fingerprints are not in step")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(
+            f"the reference in {source} can't be read: {type(error).__name__}: {error}",
+            expected="a baseline as psgrad baseline save writes it",
+            next_step="save the baseline again",
+        ) from error
+    for what, has, wanted in (("score", theirs, score), ("group_by", their_groups, by)):
+        if has != wanted:
+            raise ConfigError(
+                f"the baseline {source} holds a reference with {what} {has}, and analyze.outliers.{what} is {wanted}",
+                next_step=f"set analyze.outliers.{what} to {'null' if has is None else has}, or save the baseline of a run with {wanted}",
+            )
+    caveats = (f"{nonfinite} samples of the reference had no score, and are not in it",) if nonfinite else ()
+    return Reference(
+        "baseline",
+        source,
+        np.concatenate([np.empty(0), *(scores for _, scores, _ in parts)]),
+        np.array([label for label, scores, _ in parts for _ in scores], dtype=object),
+        np.array([str(each) for _, _, prints in parts for each in prints], dtype=object),
+        caveats=caveats,
+    )
