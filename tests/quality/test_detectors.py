@@ -1,0 +1,194 @@
+"""Detectors beside scikit-learn's own calls and distances by hand."""
+
+from __future__ import annotations
+
+import tracemalloc
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.ensemble import IsolationForest
+
+from psgrad.errors import ConfigError
+from psgrad.quality import detectors
+from psgrad.quality.detectors import DETECTORS, detect, detector_from
+
+NAMES = sorted(DETECTORS)
+FEW: dict[str, dict[str, Any]] = {"isolation_forest": {"trees": 25}, "nearest_neighbours": {}}
+
+
+def drawn(n: int, k: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(n, k)).astype(np.float32)
+
+
+def mean_distances(rows: np.ndarray, usual: np.ndarray, neighbours: int, own: bool, metric: str = "euclidean") -> np.ndarray:
+    """[n]: by all distances in float64; `own`: rows are `usual` themselves, and no row is its own neighbour."""
+    rows, usual = rows.astype(np.float64), usual.astype(np.float64)
+    if metric == "cosine":
+        rows, usual = (each / np.linalg.norm(each, axis=1, keepdims=True) for each in (rows, usual))
+        table = 1 - rows @ usual.T
+    else:
+        table = np.linalg.norm(rows[:, None] - usual[None], axis=2)
+    if own:
+        np.fill_diagonal(table, np.inf)
+    found = np.sort(table, 1)[:, :neighbours]
+    return np.array([row[np.isfinite(row)].mean() if np.isfinite(row).any() else np.nan for row in found])
+
+
+@pytest.mark.parametrize("metric", ["euclidean", "cosine"])
+@given(n=st.integers(1, 30), m=st.integers(0, 20), k=st.integers(1, 6), neighbours=st.integers(1, 35), seed=st.integers(0, 99))
+@settings(max_examples=30)
+def test_neighbours_are_those_of_all_distances(metric: str, n: int, m: int, k: int, neighbours: int, seed: int) -> None:
+    rows, reference = drawn(n, k, seed), drawn(m, k, seed + 1) if m else None
+    found = detect("nearest_neighbours", {"neighbours": neighbours, "metric": metric}, rows, reference, 0)
+    expected = mean_distances(rows, rows if reference is None else reference, neighbours, reference is None, metric)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_twin_is_a_neighbour_and_oneself_is_none() -> None:
+    rows = np.array([[0.0, 0], [0, 0], [3, 4]])
+    assert detect("nearest_neighbours", {"neighbours": 1}, rows, None, 0).tolist() == [0, 0, 5]
+
+
+@pytest.mark.parametrize("with_reference", [False, True])
+def test_the_forest_is_scikit_learns(with_reference: bool) -> None:
+    rows, reference = drawn(300, 5), drawn(400, 5, 1) if with_reference else None
+    found = detect("isolation_forest", {"trees": 20, "samples_per_tree": 64}, rows, reference, 7)
+    forest = IsolationForest(n_estimators=20, max_samples=64, random_state=7).fit(rows if reference is None else reference)
+    np.testing.assert_array_equal(found, -forest.score_samples(rows))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_lies_far_off_is_strangest(name: str) -> None:
+    rows = drawn(200, 8)
+    rows[17] += 30
+    assert detect(name, FEW[name], rows, None, 0).argmax() == 17
+    assert detect(name, FEW[name], rows, drawn(200, 8, 5), 0).argmax() == 17
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("isolation_forest", {"unit_length": True, "trees": 25}), ("nearest_neighbours", {"metric": "cosine"})]
+)
+def test_by_direction_the_length_does_not_count(name: str, options: dict[str, Any]) -> None:
+    random = np.random.default_rng(3)
+    rows = np.array([1.0, 0.2, 0.1]) + 0.05 * random.normal(size=(100, 3))
+    rows[4] = [-1, 0.2, 0.1]
+    found = detect(name, options, rows, None, 0)
+    lengths = 2.0 ** random.integers(-20, 20, (100, 1))
+    np.testing.assert_allclose(detect(name, options, rows * lengths, None, 0), found, rtol=1e-9)
+    assert found.argmax() == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("isolation_forest", {"unit_length": True, "trees": 25}), ("nearest_neighbours", {"metric": "cosine"})]
+)
+def test_zeros_have_no_direction(name: str, options: dict[str, Any]) -> None:
+    rows = drawn(20, 3)
+    rows[[2, 9]] = 0
+    found = detect(name, options, rows, None, 0)
+    assert np.flatnonzero(np.isnan(found)).tolist() == [2, 9]
+    np.testing.assert_array_equal(found[~np.isnan(found)], detect(name, options, np.delete(rows, [2, 9], 0), None, 0))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("with_reference", [False, True])
+def test_rows_that_are_not_finite_have_no_score_and_change_no_other(name: str, with_reference: bool) -> None:
+    rows = drawn(40, 3)
+    spoilt = np.insert(rows, [5, 20], [[np.nan, 1, 1], [1, np.inf, 1]], axis=0)
+    reference = drawn(50, 3, 1) if with_reference else None
+    torn = np.insert(reference, [0], [[1, -np.inf, 1]], axis=0) if reference is not None else None
+    found = detect(name, FEW[name], spoilt, torn, 0)
+    assert np.flatnonzero(np.isnan(found)).tolist() == [5, 21]
+    np.testing.assert_allclose(found[~np.isnan(found)], detect(name, FEW[name], rows, reference, 0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("scale", [1e-42, 1e-20, 1e30])
+def test_no_size_of_gradients_is_out_of_range(name: str, scale: float) -> None:
+    rows = drawn(60, 4).astype(np.float64)
+    assert (np.argsort(detect(name, FEW[name], rows * scale, None, 0)) == np.argsort(detect(name, FEW[name], rows, None, 0))).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_that_are_all_alike_are_alike_in_score(name: str) -> None:
+    found = detect(name, FEW[name], np.ones((12, 3)), None, 0)
+    assert len(np.unique(found)) == 1
+    assert np.isfinite(found).all()
+
+
+def test_one_row_has_no_neighbour_and_no_rows_have_no_scores() -> None:
+    assert np.isnan(detect("nearest_neighbours", {}, drawn(1, 3), None, 0)).all()
+    assert np.isfinite(detect("isolation_forest", {}, drawn(1, 3), None, 0)).all()
+    for name in NAMES:
+        assert detect(name, FEW[name], np.zeros((0, 3)), drawn(4, 3), 0).shape == (0,)
+        assert np.isnan(detect(name, FEW[name], np.full((2, 3), np.nan), None, 0)).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_seed_alone_decides_what_is_drawn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detectors, "LARGEST_REFERENCE", 30)
+    rows = drawn(100, 3)
+    one = detect(name, FEW[name], rows, None, 1)
+    np.testing.assert_array_equal(one, detect(name, FEW[name], rows, None, 1))
+    assert (one != detect(name, FEW[name], rows, None, 2)).any()
+
+
+def test_of_many_rows_some_are_held_against(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detectors, "LARGEST_REFERENCE", 30)
+    rows = drawn(100, 3)
+    found = detect("nearest_neighbours", {"neighbours": 3}, rows, None, 5)
+    chosen = np.random.default_rng(5).choice(100, 30, replace=False)
+    table = np.linalg.norm(rows[:, None].astype(np.float64) - rows[None, chosen], axis=2)
+    table[chosen, np.arange(30)] = np.inf
+    np.testing.assert_allclose(found, np.sort(table, 1)[:, :3].mean(1), rtol=1e-5)
+
+
+def test_memory_grows_with_the_rows_not_with_their_distances(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detectors, "LARGEST_REFERENCE", 1000)
+    rows = drawn(30_000, 8)
+    detect("nearest_neighbours", {}, rows[:100], None, 0)  # what scikit-learn imports is not ours to count
+    tracemalloc.start()
+    detect("nearest_neighbours", {}, rows, None, 0)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 30_000 * 1000 * 8 / 10  # a tenth of all distances
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("isolation_forrest", {}, "did you mean isolation_forest?"),
+        ("lof", {}, "some of isolation_forest, nearest_neighbours"),
+        ("isolation_forest", {"contamination": 0.1}, "a verdict needs analyze.outliers.reference"),
+        ("isolation_forest", {"tree": 5}, "did you mean trees? it takes trees, samples_per_tree, unit_length"),
+        ("isolation_forest", {"trees": 0}, "got 0 trees, expected at least 1"),
+        ("isolation_forest", {"trees": 1.5}, "trees: got 1.5, expected a whole number"),
+        ("isolation_forest", {"samples_per_tree": 1}, "got 1 samples_per_tree, expected at least 2"),
+        ("nearest_neighbours", {"neighbours": 0}, "got 0 neighbours, expected at least 1"),
+        ("nearest_neighbours", {"metric": "cosin"}, "did you mean cosine?"),
+        ("nearest_neighbours", {"neighbours": "ten"}, "expected a whole number"),
+    ],
+)
+def test_mistakes_are_told(name: str, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match="detector") as caught:
+        detector_from(name, options)
+    assert words in str(caught.value)
+
+
+def test_a_reference_that_can_not_be_held_against_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"\[n, 4\], those in question \[n, 3\]"):
+        detect("isolation_forest", {}, drawn(5, 3), drawn(5, 4), 0)
+    with pytest.raises(ConfigError, match="no row of the reference"):
+        detect("nearest_neighbours", {}, drawn(5, 3), np.full((2, 3), np.nan), 0)
+    with pytest.raises(ConfigError, match="no row of the reference"):
+        detect("nearest_neighbours", {"metric": "cosine"}, drawn(5, 3), np.zeros((2, 3)), 0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_detector_tells_what_it_is(name: str) -> None:
+    kind = DETECTORS[name]
+    assert all((kind.title, kind.unit, kind.source))
+    assert all(f"{option}:" in str(kind.__doc__) for option in (each.name for each in fields(kind)))
