@@ -12,8 +12,10 @@ from psgrad.cli.analyze import analyze
 from psgrad.cli.dp_audit import dp_audit
 from psgrad.cli.dp_step import dp_step
 from psgrad.cli.influence import influence, influence_index
+from psgrad.cli.init import init
 from psgrad.cli.ops import ops
 from psgrad.cli.plan import plan
+from psgrad.cli.schema import schema
 
 
 class _Commands(TyperGroup):
@@ -36,13 +38,17 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(analyze)
-app.command()(plan)
-app.command("dp-step")(dp_step)
-app.command("dp-audit")(dp_audit)
-app.command()(influence)
-app.command("influence index")(influence_index)
-app.command()(ops)
+BEGIN, QUALITY, INFLUENCE, PRIVACY, INSIDE = "Begin", "Data quality", "Influence", "Private training", "Inside"
+
+app.command(rich_help_panel=BEGIN)(init)
+app.command(rich_help_panel=BEGIN)(schema)
+app.command(rich_help_panel=QUALITY)(analyze)
+app.command(rich_help_panel=INFLUENCE)(influence)
+app.command("influence index", rich_help_panel=INFLUENCE)(influence_index)
+app.command("dp-step", rich_help_panel=PRIVACY)(dp_step)
+app.command("dp-audit", rich_help_panel=PRIVACY)(dp_audit)
+app.command(rich_help_panel=INSIDE)(plan)
+app.command(rich_help_panel=INSIDE)(ops)
 
 
 def main() -> None:
