@@ -9,15 +9,18 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
-import pandas as pd
 
 from psgrad.errors import OutputError, OutputExistsError
-from psgrad.results import MeasureResult, TopSample
 from psgrad.storage import files
 from psgrad.storage.ledger_lines import has_begun
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from psgrad.results import MeasureResult, TopSample
 
 MANIFEST = "manifest.json"
 SHARDS = "parts"
