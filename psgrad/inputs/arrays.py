@@ -11,15 +11,12 @@ from torch import Tensor
 
 from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError
+from psgrad.inputs.columns import input_names, named_columns, require_columns, require_rows
 from psgrad.inputs.files import is_archive, sha256_of
 from psgrad.inputs.samples import (
     Array,
     Block,
     Samples,
-    input_names,
-    named_columns,
-    require_columns,
-    require_rows,
     row_numbers,
     to_tensor,
     unique_ids,

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import pickle
-import posixpath
 import re
 import warnings
-import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,17 +16,21 @@ from torch import Tensor, nn
 
 from psgrad.config import nearest
 from psgrad.errors import CheckpointError, ConfigError
+from psgrad.inputs.checkpoint_headers import (
+    SAVE_SAFELY,
+    checkpoint_kind,
+    damaged,
+    damaged_safetensors,
+    first_line,
+    require_plain_archive,
+    weight_map,
+)
 from psgrad.inputs.files import require_file
-
-INDEX_SUFFIX = ".safetensors.index.json"
-TORCH_SUFFIXES = (".pt", ".pth", ".ckpt")
 
 _PREFIXES = ("module.", "_orig_mod.", "model.")  # put there by DataParallel, torch.compile and Lightning
 _SHOWN = 10
 # CVE-2025-32434 and CVE-2026-24747: before this version a file could run code or corrupt memory in spite of weights_only.
 _SAFE_TORCH = (2, 10)
-
-_SAVE_SAFELY = "where it was made, save the state dict alone: safetensors.torch.save_file(model.state_dict(), path)"
 
 # Reading ---------------------------------------------------------------------------------------------------------------------------
 
@@ -41,32 +42,10 @@ def read_state_dict(path: Path, key: str | None = None) -> dict[str, Tensor]:
     the state dict inside a larger object. Raises ConfigError for a path that is no checkpoint, CheckpointError for a file that
     can't be read, or only by running it.
     """
-    name = path.name.lower()
-    if name.endswith(TORCH_SUFFIXES):
-        return _state_dict_in(_read_torch(require_file(path, "checkpoint", CheckpointError)), key, path)
-    read: Callable[[Path], dict[str, Tensor]]
-    if name.endswith(INDEX_SUFFIX):
-        read = _read_sharded
-    elif name.endswith(".safetensors"):
-        read = _read_safetensors
-    else:
-        require_file(path, "checkpoint", CheckpointError)
-        raise ConfigError(
-            f"the checkpoint {path} has a suffix that psgrad does not read",
-            expected=f".safetensors, {INDEX_SUFFIX}, {', '.join(TORCH_SUFFIXES)}",
-            cause="exported programs (.pt2), TorchScript and plain pickles are code, and psgrad runs no code of a checkpoint",
-        )
-    require_file(path, "checkpoint", CheckpointError)
-    if key is not None:
-        raise ConfigError(f"model.state_dict_key is {key!r}, but {path.name} holds tensors only", next_step="leave the key out")
-    return read(path)
-
-
-def checkpoint_files(path: Path) -> list[Path]:
-    """The files that a checkpoint consists of: itself, and the shards that it names."""
-    if not path.name.lower().endswith(INDEX_SUFFIX):
-        return [path]
-    return [path, *(path.parent / shard for shard in sorted(set(_weight_map(path).values())))]
+    kind = checkpoint_kind(path, key)
+    if kind == "torch":
+        return _state_dict_in(_read_torch(path), key, path)
+    return _read_sharded(path) if kind == "index" else _read_safetensors(path)
 
 
 def _read_safetensors(path: Path, names: Iterable[str] | None = None) -> dict[str, Tensor]:
@@ -74,32 +53,12 @@ def _read_safetensors(path: Path, names: Iterable[str] | None = None) -> dict[st
         with safetensors.safe_open(path, framework="pt", device="cpu") as file:
             return {name: file.get_tensor(name) for name in (file.keys() if names is None else names)}
     except Exception as error:  # the library raises a dozen types for a damaged file
-        raise _damaged_safetensors(path, error) from error
-
-
-def _damaged_safetensors(path: Path, error: Exception) -> CheckpointError:
-    with path.open("rb") as file:
-        head = file.read(4)
-    if head.startswith((b"PK\x03\x04", b"\x80")):
-        return CheckpointError(
-            f"{path} is named .safetensors, but was written by torch.save or pickle; it was not opened further",
-            next_step="save it with safetensors.torch.save_file, or name it .pt if torch.save wrote it",
-        )
-    return _damaged(path, "safetensors file", _first_line(error))
-
-
-def _damaged(path: Path, kind: str, reason: str) -> CheckpointError:
-    return CheckpointError(
-        f"the checkpoint {path} is damaged: {reason}",
-        expected=f"a whole {kind}; this file has {path.stat().st_size} bytes",
-        cause="an interrupted copy or download",
-        next_step="copy it again and compare its SHA-256 with the source's",
-    )
+        raise damaged_safetensors(path, error) from error
 
 
 def _read_sharded(index: Path) -> dict[str, Tensor]:
     names_of: dict[str, list[str]] = {}
-    for name, shard in _weight_map(index).items():
+    for name, shard in weight_map(index).items():
         names_of.setdefault(shard, []).append(name)
     paths = {shard: require_file(index.parent / shard, "shard", CheckpointError) for shard in names_of}
     state_dict: dict[str, Tensor] = {}
@@ -108,39 +67,13 @@ def _read_sharded(index: Path) -> dict[str, Tensor]:
     return state_dict
 
 
-def _weight_map(index: Path) -> dict[str, str]:
-    """Tensor name to shard, every shard's path checked: nothing outside the index's own folder is ever opened."""
-    try:
-        content = json.loads(index.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"the index {index} is not valid JSON: {error}", cause="an interrupted copy or download") from error
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"the index {index} has no weight_map", expected='{"weight_map": {"tensor": "shard.safetensors", ...}}')
-    for name, shard in weight_map.items():
-        if not _stays_inside(shard):
-            raise CheckpointError(
-                f"the index {index} sends {name!r} to {shard!r}; no file was opened",
-                expected="the path of a .safetensors file below the index's own folder: relative, without '..' or backslash",
-                cause="a damaged index, or one made to reach other files of this machine",
-            )
-    return weight_map
-
-
-def _stays_inside(shard: object) -> bool:
-    # By its letters and not by where links lead: a download cache links every shard to a folder of its own.
-    if not isinstance(shard, str) or not shard.endswith(".safetensors") or re.search(r"[\\\0]|^/|^[A-Za-z]:", shard):
-        return False
-    return ".." not in shard.split("/") and not posixpath.normpath(shard).startswith("..")
-
-
 def _read_torch(path: Path) -> object:
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < _SAFE_TORCH:
         raise CheckpointError(
             f"the checkpoint {path} is a pickle inside, and torch {torch.__version__} reads those unsafely",
             expected="torch 2.10 or newer, or a .safetensors file",
         )
-    _require_plain_archive(path)
+    require_plain_archive(path)
     try:
         with warnings.catch_warnings(action="ignore"):  # about pickle protocols, which the error below tells better
             return torch.load(path, map_location="cpu", weights_only=True)
@@ -149,29 +82,10 @@ def _read_torch(path: Path) -> object:
             f"the checkpoint {path} holds more than tensors and plain values; nothing in it was executed",
             expected="a state dict, or a dict that contains one",
             cause=_refused_object(error),
-            next_step=_SAVE_SAFELY,
+            next_step=SAVE_SAFELY,
         ) from error
     except Exception as error:  # a damaged archive fails in as many ways as it has readers
-        raise _damaged(path, "torch.save archive", _first_line(error)) from error
-
-
-def _require_plain_archive(path: Path) -> None:
-    """Refuses what torch.save (since 1.6) does not write: bare pickles, and archives whose records swell when they are read."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            records = archive.infolist()
-    except Exception as error:
-        with path.open("rb") as file:
-            bare_pickle = file.read(1) == b"\x80"
-        if bare_pickle:
-            raise CheckpointError(
-                f"the checkpoint {path} is a bare pickle, not a torch.save archive; nothing in it was executed",
-                cause="pickle.dump, or torch.save before 1.6",
-                next_step=_SAVE_SAFELY,
-            ) from error
-        raise _damaged(path, "torch.save archive", _first_line(error)) from error
-    if any(record.compress_type != zipfile.ZIP_STORED for record in records):
-        raise CheckpointError(f"the checkpoint {path} is compressed", expected="an archive as torch.save writes it, uncompressed")
+        raise damaged(path, "torch.save archive", first_line(error)) from error
 
 
 def _refused_object(error: Exception) -> str:
@@ -180,10 +94,6 @@ def _refused_object(error: Exception) -> str:
     return (
         f"it refers to {found[1]}, which is code" if found else "a damaged file, or one saved with objects of the training program inside"
     )
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _state_dict_in(loaded: object, key: str | None, path: Path) -> dict[str, Tensor]:

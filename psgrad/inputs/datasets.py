@@ -15,14 +15,12 @@ from torch.utils.data import IterableDataset
 
 from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError
+from psgrad.inputs.columns import input_names, require_columns, require_rows
 from psgrad.inputs.imports import call_factory, describe_failure
 from psgrad.inputs.samples import (
     Array,
     Block,
     Samples,
-    input_names,
-    require_columns,
-    require_rows,
     row_numbers,
     to_tensor,
     unique_ids,

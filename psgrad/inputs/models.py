@@ -14,7 +14,8 @@ from torch.nn.parameter import is_lazy
 
 from psgrad.config import ModelConfig
 from psgrad.errors import ModelError
-from psgrad.inputs.checkpoints import checkpoint_files, load_into, read_state_dict
+from psgrad.inputs.checkpoint_headers import checkpoint_files
+from psgrad.inputs.checkpoints import load_into, read_state_dict
 from psgrad.inputs.files import sha256_of
 from psgrad.inputs.imports import call_factory, module_of
 from psgrad.inputs.trainable import choose_trainable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,8 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from psgrad.config import DataConfig, nearest
-from psgrad.errors import ConfigError, DataError
+from psgrad.errors import DataError
+from psgrad.inputs.columns import not_numbers
 
 Array = npt.NDArray[Any]
 
@@ -96,15 +96,6 @@ def to_tensor(value: Array | Tensor, name: str) -> Tensor:
         return torch.from_numpy(np.array(value, dtype=types[value.dtype.kind]))
 
 
-def not_numbers(name: str, kind: object, example: str | None = None) -> DataError:
-    """The error for a column of text, dates, objects or anything else that is no number."""
-    return DataError(
-        f"{name!r} is of type {kind}" + (f"; {example}" if example else ""),
-        expected="numbers",
-        next_step="encode classes as 0, 1, 2, ... and texts as token numbers before they are saved",
-    )
-
-
 def runs(rows: Array) -> list[tuple[int, int]]:
     """The (start, stop) of neighbouring rows, for rows in rising order."""
     breaks = np.flatnonzero(np.diff(rows) != 1) + 1
@@ -139,34 +130,6 @@ def _ids(series: pd.Series[Any], name: str) -> Array:
     raise DataError(f"the ids in {name!r} are of type {type(values[0]).__name__}", expected="texts or whole numbers")
 
 
-def input_names(config: DataConfig) -> list[str]:
-    """The columns that a file's config names as inputs."""
-    return [config.inputs] if isinstance(config.inputs, str) else list(config.inputs or ())
-
-
-def named_columns(config: DataConfig, unit: str | None = None) -> list[str]:
-    """All columns that a config names, each once: inputs, target, id, and the one that says whom a row belongs to."""
-    return list(dict.fromkeys([*input_names(config), *(name for name in (config.target, config.id, unit) if name is not None)]))
-
-
 def row_numbers(count: int) -> Array:
     """The ids of a dataset that has none."""
     return np.arange(count, dtype=np.int64)
-
-
-def require_rows(count: int, source: str) -> None:
-    """Raises DataError for an empty dataset."""
-    if count == 0:
-        raise DataError(f"{source} has no rows", expected="at least one sample")
-
-
-def require_columns(wanted: Iterable[str], known: Sequence[str], source: str) -> None:
-    """Raises ConfigError for the first of the wanted columns that is not there."""
-    for name in wanted:
-        if name not in known:
-            close = nearest(name, known)
-            listed = ", ".join(known[:20]) + (f" and {len(known) - 20} more" if len(known) > 20 else "")
-            raise ConfigError(
-                f"{source} has no column {name!r}" + (f"; did you mean {close}?" if close else ""),
-                expected=f"one of its columns: {listed}" if known else None,
-            )

@@ -20,16 +20,12 @@ import pyarrow.parquet as pq
 
 from psgrad.config import DataConfig
 from psgrad.errors import DataError
+from psgrad.inputs.columns import input_names, named_columns, not_numbers, require_columns, require_rows
 from psgrad.inputs.files import sha256_of
 from psgrad.inputs.samples import (
     Array,
     Block,
     Samples,
-    input_names,
-    named_columns,
-    not_numbers,
-    require_columns,
-    require_rows,
     row_numbers,
     runs,
     to_tensor,

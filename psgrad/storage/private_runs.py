@@ -11,14 +11,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-import pandas as pd
+from typing import TYPE_CHECKING, Any
 
 from psgrad.errors import ConfigError, LedgerError, OutputError
 from psgrad.storage import files
 from psgrad.storage.folders import CHECKPOINT, LEDGER, MANIFEST, PRIVATE, PUBLIC, RunFolder, ledger_lost, manifest_of
 from psgrad.storage.ledger_lines import has_begun
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 PREFIX = "NOT_PRIVATE_"
 WARNING = "NOT PRIVATE: computed from single training records without noise. It is outside the guarantee of this run; do not publish it."
@@ -136,6 +137,8 @@ class PrivateRunFolder(RunFolder):
 
     def private_table(self, name: str) -> pd.DataFrame | None:
         """What `write_private_table` wrote before; None where there is none, or it can't be read."""
+        import pandas as pd
+
         try:
             return pd.read_parquet(self.path / PRIVATE / f"{PREFIX}{name}")
         except (OSError, ValueError):

@@ -19,7 +19,8 @@ from safetensors.torch import save, save_file
 from torch import Tensor, nn
 
 from psgrad.errors import EXIT_RUNTIME, EXIT_USAGE, CheckpointError, ConfigError, PsgradError
-from psgrad.inputs.checkpoints import checkpoint_files, load_into, read_state_dict
+from psgrad.inputs.checkpoint_headers import checkpoint_files
+from psgrad.inputs.checkpoints import load_into, read_state_dict
 
 TENSORS = {"weight": torch.arange(6.0).reshape(2, 3), "steps": torch.tensor(7), "half": torch.ones(3, dtype=torch.bfloat16)}
 
