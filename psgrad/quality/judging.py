@@ -1,0 +1,208 @@
+"""Who is an outlier: a verdict against trusted samples, or a review list without them. docs/outliers.md has the rules and their reasons."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from psgrad.config import AnalyzeConfig
+from psgrad.quality.conformal import grouped_p_values, q_values, resolution
+from psgrad.quality.groups import OTHER, join_small, labels_of
+from psgrad.quality.opinions import Opinion, opinions_of, require_score
+from psgrad.quality.ranking import rank_samples
+from psgrad.quality.references import Reference
+from psgrad.quality.robust_z import robust_z
+from psgrad.quality.verdicts import caveats_of, loss_agreement, resolution_words, separability, why_not_evaluable
+from psgrad.results import SAMPLE_COLUMNS
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """frame: the table of samples, SAMPLE_COLUMNS first. facts: what manifest.json says of it under `outliers`."""
+
+    frame: pd.DataFrame
+    facts: dict[str, Any]
+
+
+def judge(frame: pd.DataFrame, config: AnalyzeConfig, reference: Reference | None = None, rows: Array | None = None) -> Judged:
+    """Rank all samples, and say who is an outlier.
+
+    With a reference these are the samples whose q-value, by conformal p-values against the trusted samples of their group, is at most
+    `outliers.fdr`; without one the review list. Rows that are not finite are always among them, and never tested. A sample that is in the
+    reference itself is trusted, and not tested. One score decides, `outliers.score`; what detectors say beside it is information, so that
+    nothing is tested twice.
+
+    Args:
+        frame: a row a sample with `loss` and `grad_norm`, and the columns that score and groups name.
+        reference: of trusted samples, with the scores that `outliers.score` names.
+        rows: [n, k] projected gradients, where there are detectors.
+
+    Raises ConfigError for a score or a group that is not there, or a detector without its rows.
+    """
+    outliers = config.outliers
+    opinions = opinions_of(frame, config, reference, rows)
+    frame = frame.assign(**{f"{each.name}_score": each.scores for each in opinions})
+    require_score(frame, outliers.score)
+    decides = next((each for each in opinions if outliers.score == f"{each.name}_score"), None)
+    if decides is not None:
+        reference = decides.reference
+    labels, small = labels_of(frame, outliers.group_by), set[str]()
+    if outliers.group_by is not None:
+        labels, small = join_small(labels, labels if reference is None else reference.labels, outliers.min_group)
+    ranked = rank_samples(frame, config.review_fraction, outliers.score, outliers.tail, labels)
+    z, without_z = robust_z(ranked["log_norm"].to_numpy("float64"), labels)
+    ok = (ranked["status"] == "ok").to_numpy(bool)
+    scores = np.where(ok, _scores(ranked, outliers.score), np.nan)
+    if reference is None:
+        ahead = pd.Series(scores * (1 if outliers.tail == "upper" else -1)).groupby(labels).rank(ascending=False, method="max", pct=True)
+        verdict = _Verdict(np.full(len(frame), np.nan), np.full(len(frame), np.nan), ahead.to_numpy("float64"), np.zeros(len(frame), bool))
+    else:
+        reference = replace(reference, labels=_joined(reference.labels, small))
+        verdict = _tested(scores, labels, reference, ranked, config)
+        ranked["is_outlier_issue"] = (verdict.q <= outliers.fdr) | (ranked["status"] == "nonfinite")
+        ranked["reasons"] = _reasons(ranked, verdict, reference, labels)
+    ranked = ranked.assign(
+        robust_z=z,
+        p_value=verdict.p,
+        q_value=verdict.q,
+        outlier_score=np.where(ranked["status"] == "nonfinite", 0.0, verdict.score),
+        group=labels,
+    )
+    for each in opinions:
+        ranked = ranked.assign(**_against(each, labels, small, verdict, outliers.tail))
+    facts = _facts(ranked, config, reference, verdict, small, without_z)
+    facts["detectors"] = {each.name: _said(each, ranked, outliers.fdr) for each in opinions}
+    known = [column for column in SAMPLE_COLUMNS if column in ranked]
+    return Judged(ranked[known + [column for column in ranked if column not in SAMPLE_COLUMNS]], facts)
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """Of each sample, [n] each: p- and q-values, the outlier score, and whether it is in the reference itself."""
+
+    p: Array
+    q: Array
+    score: Array
+    in_both: Array
+
+
+def _scores(frame: pd.DataFrame, name: str) -> Array:
+    return frame[name].to_numpy("float64", na_value=np.nan)
+
+
+def _joined(labels: Array, small: set[str]) -> Array:
+    return np.array([OTHER if label in small else label for label in labels], dtype=object) if small else labels
+
+
+def _tested(scores: Array, labels: Array, reference: Reference, ranked: pd.DataFrame, config: AnalyzeConfig) -> _Verdict:
+    p = grouped_p_values(scores, labels, reference.scores, reference.labels, config.outliers.tail)
+    in_both = reference.holds(ranked["fingerprint"].to_numpy(), scores) if "fingerprint" in ranked else np.zeros(len(scores), bool)
+    return _Verdict(p, q_values(np.where(in_both, np.nan, p)), p, in_both)
+
+
+def _reasons(ranked: pd.DataFrame, verdict: _Verdict, reference: Reference, labels: Array) -> Array:
+    """The texts of `reasons`, where a reference decides: the review list is not mentioned."""
+    reasons = np.where(ranked["grad_norm"] == 0, "gradient is exactly zero", "").astype(object)
+    unjudged = (ranked["status"] != "ok").to_numpy(bool)
+    reasons[unjudged] = ranked.loc[unjudged, "reasons"]
+    sizes = pd.Series(reference.labels, dtype=object).value_counts()
+    flagged = ranked["is_outlier_issue"].to_numpy(bool) & ~unjudged
+    for row in np.flatnonzero(flagged | verdict.in_both):
+        said = (
+            "in the reference itself, and not tested"
+            if verdict.in_both[row]
+            else f"p = {verdict.p[row]:.2g}, q = {verdict.q[row]:.2g} against {sizes[labels[row]]:,} trusted samples"
+        )
+        reasons[row] = "; ".join(filter(None, [said, reasons[row]]))
+    return reasons
+
+
+def _against(opinion: Opinion, labels: Array, small: set[str], verdict: _Verdict, tail: str) -> dict[str, Array]:
+    """A detector's p- and q-values; none without a reference."""
+    if opinion.reference is None:
+        return {}
+    known = _joined(opinion.reference.labels, small)
+    p = grouped_p_values(opinion.scores, labels, opinion.reference.scores, known)
+    return {f"{opinion.name}_p": p, f"{opinion.name}_q": q_values(np.where(verdict.in_both, np.nan, p))}
+
+
+def _said(opinion: Opinion, ranked: pd.DataFrame, fdr: float) -> dict[str, Any]:
+    q = f"{opinion.name}_q"
+    return {
+        "title": opinion.title,
+        "flagged": int((ranked[q] <= fdr).sum()) if q in ranked else None,
+        "reference": None if opinion.reference is None else len(opinion.reference),
+        "meaning": "information; only analyze.outliers.score decides",
+    }
+
+
+def _facts(
+    ranked: pd.DataFrame,
+    config: AnalyzeConfig,
+    reference: Reference | None,
+    verdict: _Verdict,
+    small: set[str],
+    without_z: dict[str, str],
+) -> dict[str, Any]:
+    outliers = config.outliers
+    ok = (ranked["status"] == "ok").to_numpy(bool)
+    tests = ok & ~verdict.in_both if reference is not None else np.zeros(len(ranked), bool)
+    groups = sorted(set(ranked["group"]))
+    sizes, tested = ranked["group"].value_counts(), ranked.loc[tests, "group"].value_counts()
+    known = {} if reference is None else pd.Series(reference.labels, dtype=object).value_counts().to_dict()
+    limit = resolution({group: int(tested.get(group, 0)) for group in groups}, known, outliers.fdr)
+    each = {
+        group: {
+            "samples": int(sizes[group]),
+            "tested": int(tested.get(group, 0)),
+            "reference": None if reference is None else int(known.get(group, 0)),
+            "smallest_p": limit.smallest_p.get(group),
+            "smallest_flaggable": limit.smallest_of.get(group),
+            "evaluable": reference is not None and (group not in limit.smallest_of or limit.smallest_of[group] is not None),
+        }
+        for group in groups
+    }
+    issues = ranked["is_outlier_issue"].to_numpy(bool) & ok
+    why_not = why_not_evaluable(reference, each, int(tests.sum()), outliers.fdr)
+    return {
+        "score": outliers.score,
+        "tail": outliers.tail,
+        "fdr": outliers.fdr,
+        "review_fraction": config.review_fraction,
+        "decided_by": "review list" if reference is None else "reference",
+        "reference": None
+        if reference is None
+        else {
+            "kind": reference.kind,
+            "source": reference.source,
+            "size": len(reference),
+            "nonfinite": int(np.isnan(reference.scores).sum()),
+            "in_both": int(verdict.in_both.sum()),
+        },
+        "groups": {"by": outliers.group_by, "min_group": outliers.min_group, "joined": sorted(small), "each": each},
+        "evaluable": why_not is None,
+        "why_not": why_not,
+        "smallest_flaggable": limit.smallest,
+        "resolution": resolution_words(limit.smallest, reference, int(tests.sum()), outliers.fdr, len(groups)),
+        "counts": {
+            "samples": len(ranked),
+            "ok": int(ok.sum()),
+            "nonfinite": int((ranked["status"] == "nonfinite").sum()),
+            "skipped": int((ranked["status"] == "skipped").sum()),
+            "zero_gradients": int((ok & (ranked["grad_norm"] == 0)).sum()),
+            "tested": int(tests.sum()),
+            "outliers": int(issues.sum()) if reference is not None else 0,
+            "review": math.ceil(config.review_fraction * int(ok.sum())) if reference is not None else int(issues.sum()),
+        },
+        "loss_agreement": loss_agreement(ranked[ok], outliers.score, outliers.tail, config.review_fraction),
+        "separability": None if reference is None else separability(verdict.p[tests], len(reference), int(issues.sum()), limit.smallest),
+        "robust_z": {"groups_without": without_z},
+        "caveats": caveats_of(reference, verdict.p[tests], int(verdict.in_both.sum()), small, config.review_fraction),
+    }
