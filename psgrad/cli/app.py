@@ -15,6 +15,7 @@ from psgrad.cli.influence import influence, influence_index
 from psgrad.cli.init import init
 from psgrad.cli.ops import ops
 from psgrad.cli.plan import plan
+from psgrad.cli.report import report
 from psgrad.cli.schema import schema
 
 

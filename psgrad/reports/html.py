@@ -1,128 +1,204 @@
-"""One page that needs nothing else: no script, no network, at most 2 MB for any number of samples."""
+"""The page of an analyze run: it needs nothing else, opens offline, and is at most 2 MB for any number of samples.
+
+Its one script sorts, filters and links; all that it says can be read without it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import base64
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pandas as pd
+from markupsafe import Markup
 
+from psgrad.reports.class_tables import class_pages, class_statistics, class_table, classes_shown
 from psgrad.reports.drawing import Plot
+from psgrad.reports.measure_sections import MeasureSection, measure_sections
 from psgrad.reports.page import at, excerpt, facts_of, notes_of, picture_uri, plot_uri, templates, title_of
 from psgrad.reports.plots import MAX_PICTURES, PICTURE_NOTE
-from psgrad.reports.words import MISSING, count, identifier, label, number, percentile
+from psgrad.reports.sample_table import listed_samples, sample_table
+from psgrad.reports.scatter import linked_scatter
+from psgrad.reports.tables import DataTable, Heading, TableRow
+from psgrad.reports.verdicts import (
+    finding_table,
+    findings_sentences,
+    gate_sentence,
+    gate_table,
+    has_reference,
+    nonfinite_samples,
+    outlier_facts,
+)
+from psgrad.reports.words import MISSING, brief, identifier, label, number
 from psgrad.results import AnalyzeResult, TopSample, disagrees, has_classes, top_samples
 
-# Every part of the page is bounded, so that the page is: at worst (pictures of noise) these add up to about 1.5 MB.
-MAX_ROWS = 20
-PICTURE_SIDE = 112
-MAX_PARAMETER_ROWS = 60
-
-
-@dataclass(frozen=True)
-class Row:
-    """One sample in the words of the page."""
-
-    rank: str
-    id: str
-    label: str
-    prediction: str
-    confidence: str
-    loss: str
-    norm: str
-    percentile: str
-    disagrees: bool
+# Every part of the page is bounded, so that the page is.
+PICTURE_SIDE = 96
+MAX_PARAMETER_ROWS = 300
+FIGURES_ROOM = 900_000  # characters of all figures of measures together
+NAME_LIMIT = 100
 
 
 @dataclass(frozen=True)
 class Card:
     """The input of a top sample: a picture as data URI, or text."""
 
-    row: Row
+    sample: int
+    rank: str
+    id: str
+    label: str
+    prediction: str
+    loss: str
+    norm: str
+    disagrees: bool
     picture: str | None
     text: str | None
 
+    @property
+    def alt(self) -> str:
+        """What the picture is, for who can't see it."""
+        known = f", label {self.label}, model {self.prediction}" if self.label != MISSING else ""
+        return f"Input of sample {self.id}{known}, norm {self.norm}"
 
-def render(result: AnalyzeResult, plots: Sequence[Plot]) -> str:
+
+def render(result: AnalyzeResult, plots: Sequence[Plot], of_measures: dict[str, list[Plot]] | None = None) -> str:
     """The report as HTML. All text from the config, the data and the model is escaped."""
-    top = top_samples(result.samples, _wanted_rows(result))
-    rows = {record["id"]: _row(record, result.class_names) for record in top.assign(disagrees=disagrees(top)).to_dict("records")}
+    samples, manifest = result.samples, result.manifest
+    finite = bool((samples["status"] == "ok").any())
+    listed = listed_samples(samples)
+    statistics = class_statistics(samples) if finite and classes_shown(result) else None
+    limit = at(manifest, "limit")
+    scatter = linked_scatter(samples, listed, result.class_names) if finite else None
+    sections = measure_sections(result, of_measures or {}, FIGURES_ROOM)
+    script, policy = _script()
     return templates.get_template("report.html").render(
-        title=title_of(result.manifest, "Which training examples pull hardest?"),
+        title=title_of(manifest, "Which training examples pull hardest?"),
         headline=_headline(result),
-        findings=_findings(result.samples),
-        figures=[(plot, plot_uri(plot)) for plot in plots if plot.name != "top_sheet"],
-        rows=list(rows.values())[:MAX_ROWS],
-        classes=has_classes(result.samples),
-        cards=[_card(sample, rows[sample.id]) for sample in result.top_inputs[:MAX_PICTURES] if sample.id in rows],
+        partial=None if limit is None else _partial_words(result),
+        referenced=has_reference(result),
+        findings=findings_sentences(samples, has_reference(result)),
+        outliers=outlier_facts(manifest),
+        gate=gate_table(result.check),
+        verdict=gate_sentence(result.check),
+        gate_warnings=[brief(each, 300) for each in result.check.warnings[:20]] if result.check else [],
+        found=finding_table(result.check),
+        table=sample_table(result) if len(listed) else None,
+        cards=_cards(result),
         picture_note=PICTURE_NOTE,
-        nonfinite=_nonfinite(result.samples),
-        parameters=result.parameters.nlargest(MAX_PARAMETER_ROWS, "share").to_dict("records"),
-        parameter_count=len(result.parameters),
-        facts=facts_of(result.manifest, result.folder),
-        notes=notes_of(result.manifest),
+        classes=has_classes(samples),
+        scatter=scatter and (scatter[0], Markup(scatter[1])),
+        figures={plot.name: (plot, plot_uri(plot)) for plot in plots if plot.name not in ("top_sheet", "loss_against_norm")},
+        class_table=None if statistics is None else class_table(result, statistics),
+        class_pages=[] if statistics is None else class_pages(result, statistics),
+        class_count=0 if statistics is None else len(statistics),
+        layers=_layers(result.parameters),
+        measures=sections,
+        nonfinite=nonfinite_samples(samples),
+        facts=facts_of(manifest, result.folder),
+        notes=notes_of(manifest),
+        contents=_contents(statistics is not None, len(result.parameters) > 0, sections),
+        script=Markup(script),
+        script_policy=Markup(policy),
     )
 
 
-def _wanted_rows(result: AnalyzeResult) -> int:
-    return max(MAX_ROWS, min(len(result.top_inputs), MAX_PICTURES))
+@cache
+def _script() -> tuple[str, str]:
+    """The page's script, and by which a browser knows it: the policy lets no other one run."""
+    environment = templates
+    assert environment.loader is not None
+    source, _, _ = environment.loader.get_source(environment, "page.js")
+    digest = base64.b64encode(hashlib.sha256(source.encode()).digest()).decode("ascii")
+    return source, f"; script-src 'sha256-{digest}'"
 
 
-def _row(record: dict[Hashable, Any], class_names: list[str] | None) -> Row:
-    confidence = record.get("confidence")
-    return Row(
-        rank=str(record["rank"]),
-        id=identifier(record["id"]),
-        label=label(record.get("target"), class_names),
-        prediction=label(record.get("prediction"), class_names),
-        confidence=MISSING if confidence is None or pd.isna(confidence) else f"{confidence:.1%}",
-        loss=number(record["loss"]),
-        norm=number(record["grad_norm"]),
-        percentile=percentile(record["percentile"]),
-        disagrees=record["disagrees"],
+def _cards(result: AnalyzeResult) -> list[Card]:
+    wanted = result.top_inputs[:MAX_PICTURES]
+    rows = top_samples(result.samples, max(len(result.top_inputs), MAX_PICTURES))
+    known = {row["id"]: row for row in rows.assign(_differs=disagrees(rows)).to_dict("records")}
+    return [_card(sample, known[sample.id], result.class_names) for sample in wanted if sample.id in known]
+
+
+def _card(sample: TopSample, row: dict[Any, Any], class_names: list[str] | None) -> Card:
+    return Card(
+        sample=int(row["index"]),
+        rank=str(row["rank"]),
+        id=identifier(row["id"]),
+        label=label(row.get("target"), class_names),
+        prediction=label(row.get("prediction"), class_names),
+        loss=number(row["loss"]),
+        norm=number(row["grad_norm"]),
+        disagrees=bool(row["_differs"]),
+        picture=picture_uri(sample, PICTURE_SIDE),
+        text=excerpt(sample.text),
     )
-
-
-def _card(sample: TopSample, row: Row) -> Card:
-    return Card(row, picture_uri(sample, PICTURE_SIDE), excerpt(sample.text))
 
 
 def _headline(result: AnalyzeResult) -> list[tuple[str, str]]:
     """The figures at the top of the page: value, and what it is."""
     samples, manifest = result.samples, result.manifest
+    ok = (samples["status"] == "ok").to_numpy()
+    what = "unlike the reference" if has_reference(result) else "in the review list"
     headline = [
         (f"{len(samples):,}", "samples"),
-        (f"{int((samples['is_outlier_issue'] & (samples['status'] == 'ok')).sum()):,}", "in the review list"),
-        (f"{int((samples['status'] != 'ok').sum()):,}", "not finite"),
+        (f"{int((samples['is_outlier_issue'].to_numpy(bool) & ok).sum()):,}", what),
+        (f"{int((~ok).sum()):,}", "not finite"),
     ]
     if at(manifest, "model", "trainable"):
         headline.append((f"{at(manifest, 'model', 'trainable'):,}", "trainable parameters"))
     if at(manifest, "self_check", "samples"):
-        headline.append((number(at(manifest, "self_check", "worst_relative_error")), "worst error of the self-check"))
+        headline.append((number(at(manifest, "self_check", "worst_relative_error")), "worst relative error of the self-check"))
     return headline
 
 
-def _findings(samples: pd.DataFrame) -> list[str]:
-    """Plain sentences about the review list, with what speaks for it and what against."""
-    finite = samples[samples["status"] == "ok"]
-    review = finite[finite["is_outlier_issue"]]
-    if not len(review):
-        return []
-    also_by_loss = int((finite["loss"].rank(ascending=False, method="first")[review.index] <= len(review)).sum())
-    findings = [f"The review list has {count(len(review))}; {also_by_loss:,} of them are also among the {len(review):,} largest by loss."]
-    if has_classes(samples) and "prediction" in samples:
-        wrong = disagrees(finite)
-        findings.append(
-            f"The model's prediction differs from the label for {int(wrong[review.index].sum()):,} of them, "
-            f"and for {int(wrong.sum()):,} of all {count(len(finite))} that are finite."
+def _partial_words(result: AnalyzeResult) -> str:
+    there = at(result.manifest, "counts", "in_dataset")
+    return f"{len(result.samples):,} of {there:,} samples" if isinstance(there, int) else f"{len(result.samples):,} samples"
+
+
+def _layers(parameters: pd.DataFrame) -> DataTable | None:
+    """A row a parameter, in the order of the model where all are shown."""
+    if not len(parameters):
+        return None
+    shown = parameters
+    if len(parameters) > MAX_PARAMETER_ROWS:
+        shown = parameters.loc[parameters["share"].fillna(0).nlargest(MAX_PARAMETER_ROWS).index.sort_values()]
+    unit = "unit of the loss per unit of parameter"
+    headings = [
+        Heading("parameter", "parameter"),
+        Heading("shape", "shape"),
+        Heading("mean_norm", "mean norm", True, f"mean over samples of the norm of this parameter's gradient ({unit})"),
+        Heading("std_norm", "standard deviation", True, f"over samples ({unit})"),
+        Heading("median", "median", True, unit),
+        Heading("max_norm", "largest", True, unit),
+        Heading("share", "share", True, "mean squared norm, divided by that of all parameters together (%)"),
+        Heading("computed_as", "computed as", meaning="the terms whose sum the gradient is"),
+    ]
+    rows = [
+        TableRow(
+            [
+                brief(str(row["parameter"]), NAME_LIMIT),
+                brief(str(row["shape"]), NAME_LIMIT),
+                *(number(row[column]) for column in ("mean_norm", "std_norm", "median", "max_norm")),
+                MISSING if pd.isna(row["share"]) else f"{row['share']:.1%}",
+                brief(str(row["computed_as"]), NAME_LIMIT),
+            ]
         )
-    zero = int((finite["grad_norm"] == 0).sum())
-    if zero:
-        findings.append(f"Gradients of exactly zero: {count(zero)}. They would not move the model at all.")
-    return findings
+        for row in shown.to_dict("records")
+    ]
+    note = (
+        f"{len(shown)} of {len(parameters):,} parameters are shown, those with the largest share." if len(shown) < len(parameters) else ""
+    )
+    return DataTable("layers", "Gradient norms of each parameter", headings, rows, note)
 
 
-def _nonfinite(samples: pd.DataFrame) -> tuple[int, list[str]]:
-    bad = samples.loc[samples["status"] != "ok", "id"]
-    return len(bad), [identifier(each) for each in bad.head(MAX_ROWS)]
+def _contents(classes: bool, layers: bool, sections: Sequence[MeasureSection]) -> list[tuple[str, str]]:
+    """Where to find what: (anchor, words)."""
+    found = [("stands-out", "What stands out"), ("look-first", "Samples to look at first"), ("norms", "Norms")]
+    found += [("by-class", "Classes")] if classes else []
+    found += [("by-layer", "Layers")] if layers else []
+    found += [(section.anchor, section.title) for section in sections]
+    return [*found, ("meaning", "What the numbers mean")]

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.figure import Figure
 
 from psgrad.reports.drawing import (
@@ -26,15 +25,13 @@ from psgrad.reports.drawing import (
     style,
 )
 from psgrad.reports.pictures import to_rgb
+from psgrad.reports.scatter import NORM_AXIS, drawable, loss_against_norm
 from psgrad.reports.words import count, identifier, label, number, shorten
-from psgrad.results import AnalyzeResult, TopSample, disagrees, has_classes, top_samples
+from psgrad.results import AnalyzeResult, TopSample, has_classes, top_samples
 
 MAX_GROUPS = 30  # classes or parameters in one figure: more can't be read
 MAX_MARKS = 250  # single samples drawn as vectors
-MAX_POINTS = 4000  # single samples drawn as pixels; above, they are binned
 MAX_PICTURES = 24
-
-NORM_AXIS = "gradient norm (L2 over all trainable parameters, log scale)"
 
 
 def draw_plots(result: AnalyzeResult) -> list[Plot]:
@@ -55,10 +52,11 @@ def draw_plots(result: AnalyzeResult) -> list[Plot]:
 
 def norm_histogram(samples: pd.DataFrame) -> Plot:
     """How the norms are distributed (log axis), with the review list marked and every row that can't be drawn counted."""
-    drawn, not_drawn = _drawable(samples, ["grad_norm"])
+    drawn, not_drawn = drawable(samples, ["grad_norm"])
     norm, review = drawn["grad_norm"].to_numpy(float), drawn["is_outlier_issue"].to_numpy(bool)
     figure, axes = figure_with_axes(3.2)
     caption = f"Distribution of the gradient norms of {count(len(drawn))}. "
+    alt = "Histogram of the gradient norms: nothing to draw."
     if not len(drawn):
         say_empty(axes)
     else:
@@ -73,33 +71,15 @@ def norm_histogram(samples: pd.DataFrame) -> Plot:
         axes.legend(frameon=False, loc="upper left", labelcolor=INK)
         caption += f"Orange: the review list ({count(int(review.sum()))}), which begins at the dashed line"
         caption += "; the ticks below are its samples. " if 0 < review.sum() <= MAX_MARKS else ". "
-    return Plot("norm_histogram", "Gradient norms", caption + not_drawn, figure)
-
-
-def loss_against_norm(samples: pd.DataFrame) -> Plot:
-    """Each sample's loss against its norm: points while they can be told apart, binned above that."""
-    log_loss = bool((samples.loc[samples["status"] == "ok", "loss"] >= 0).all())
-    drawn, not_drawn = _drawable(samples, ["grad_norm", "loss"] if log_loss else ["grad_norm"])
-    figure, axes = figure_with_axes(4.2)
-    caption = "One point a sample. Wherever the two orders disagree, neither is right by itself: look at both. "
-    if not len(drawn):
-        say_empty(axes)
-    else:
-        caption += _draw_points(axes, drawn)
-        axes.set_xscale("log")
-        axes.set_yscale("log" if log_loss else "linear")
-        axes.set(xlabel=NORM_AXIS, ylabel="loss (log scale)" if log_loss else "loss")
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(frameon=False, loc="upper left", labelcolor=INK)
-        if drawn["loss"].nunique() > 1 and drawn["grad_norm"].nunique() > 1:
-            spearman = drawn["loss"].rank().corr(drawn["grad_norm"].rank())
-            caption += f"Rank correlation of loss and norm (Spearman): {spearman:.2f}. "
-    return Plot("loss_against_norm", "Loss against gradient norm", caption + not_drawn, figure, vector=False)
+        alt = f"Histogram of the gradient norms of {count(len(norm))} on a log axis: {_range_words(norm)}."
+        if review.any():
+            alt += f" The review list has {count(int(review.sum()))}, from {number(norm[review].min())} on."
+    return Plot("norm_histogram", "Gradient norms", caption + not_drawn, figure, alt=alt)
 
 
 def norms_per_class(samples: pd.DataFrame, class_names: list[str] | None) -> Plot:
     """The norms of each class: median, middle half, middle 90 %, and the samples in the review list."""
-    drawn, not_drawn = _drawable(samples, ["grad_norm"])
+    drawn, not_drawn = drawable(samples, ["grad_norm"])
     groups = drawn.groupby("target", observed=True)["grad_norm"]
     spread = groups.quantile(np.array([0.05, 0.25, 0.5, 0.75, 0.95])).unstack()
     total = len(spread)
@@ -123,7 +103,12 @@ def norms_per_class(samples: pd.DataFrame, class_names: list[str] | None) -> Plo
         sizes = groups.size()
         name_rows(axes, [f"{label(target, class_names)}  (n = {sizes[target]:,})" for target in spread.index])
         axes.set(xlabel=NORM_AXIS)
-    return Plot("norms_per_class", "Gradient norms per class", caption + not_drawn, figure)
+    alt = f"Spread of the gradient norms of each of {total:,} classes."
+    if total:
+        medians = spread[0.5].to_numpy()
+        for words, place in (("largest", int(medians.argmax())), ("smallest", int(medians.argmin()))):
+            alt += f" The {words} median is that of class {label(spread.index[place], class_names)}: {number(medians[place])}."
+    return Plot("norms_per_class", "Gradient norms per class", caption + not_drawn, figure, alt=alt)
 
 
 def norms_per_layer(parameters: pd.DataFrame) -> Plot:
@@ -157,7 +142,11 @@ def norms_per_layer(parameters: pd.DataFrame) -> Plot:
     shares.set(xlabel="share (%)")
     shares.tick_params(labelleft=False)
     shares.grid(axis="y", visible=False)
-    return Plot("norms_per_layer", "Gradient norms per layer", caption, figure)
+    alt = f"Spread of the gradient norms of {len(parameters):,} parameters, and the share of each."
+    if parameters["share"].notna().any():
+        most = parameters.nlargest(1, "share").iloc[0]
+        alt += f" The largest share, {most['share']:.1%}, is that of {shorten(str(most['parameter']), 60)}."
+    return Plot("norms_per_layer", "Gradient norms per layer", caption, figure, alt=alt)
 
 
 def top_sheet(samples: pd.DataFrame, inputs: list[TopSample], class_names: list[str] | None) -> Plot:
@@ -174,7 +163,7 @@ def top_sheet(samples: pd.DataFrame, inputs: list[TopSample], class_names: list[
     for axes in figure.axes:
         axes.axis("off")
     caption = f"The {len(shown)} samples with the largest gradient norms that are pictures. " + PICTURE_NOTE
-    return Plot("top_sheet", "The top samples", caption, figure, vector=False)
+    return Plot("top_sheet", "The top samples", caption, figure, vector=False, alt=caption)
 
 
 PICTURE_NOTE = "Pixel values outside 0..1 (or bytes) are scaled picture by picture; pixels that are not finite are magenta."
@@ -187,22 +176,8 @@ def _sheet_words(sample: TopSample, row: dict[Any, Any] | None, class_names: lis
     return f"{shorten(identifier(sample.id), 24)}\nlabel {truth}, model {guess}\nnorm {number(row['grad_norm'])}"
 
 
-def _drawable(samples: pd.DataFrame, positive: list[str]) -> tuple[pd.DataFrame, str]:
-    """The rows that a log axis can show, and a sentence that counts the others."""
-    finite = samples[samples["status"] == "ok"]
-    drawn = finite[(finite[positive] > 0).all(axis=1)]
-    missing = [
-        f"{count:,} {what}"
-        for count, what in (
-            (len(samples) - len(finite), "with a loss or gradient that is not finite"),
-            (len(finite) - len(drawn), f"with a {' or '.join(_SHORT[column] for column in positive)} of exactly zero"),
-        )
-        if count
-    ]
-    return drawn, f"Not drawn: {' and '.join(missing)}." if missing else ""
-
-
-_SHORT = {"grad_norm": "norm", "loss": "loss"}
+def _range_words(values: Array) -> str:
+    return f"from {number(values.min())} to {number(values.max())}, median {number(np.median(values))}"
 
 
 def _mark_review(axes: Axes, norms: Array) -> None:
@@ -211,46 +186,6 @@ def _mark_review(axes: Axes, norms: Array) -> None:
     axes.axvline(norms.min(), color=REVIEW, linewidth=1, linestyle=(0, (4, 3)))
     if len(norms) <= MAX_MARKS:
         axes.plot(norms, np.full(len(norms), -0.02), "|", color=REVIEW, markersize=7, transform=axes.get_xaxis_transform(), clip_on=False)
-
-
-def _draw_points(axes: Axes, drawn: pd.DataFrame) -> str:
-    """Draw loss against norm, either group as points or, where it has too many, binned; returns what the caption must add."""
-    binned = []
-    for in_review, colour, words in ((False, REST, "other samples"), (True, REVIEW, "review list")):
-        rows = drawn[drawn["is_outlier_issue"] == in_review]
-        if len(rows) > MAX_POINTS:
-            _draw_density(axes, rows, within=drawn, colour=colour)
-            binned.append(words)
-        else:
-            wrong = disagrees(rows)
-            _scatter(axes, rows[~wrong], colour, "o", words)
-            _scatter(axes, rows[wrong], colour, "x", f"{words}, prediction differs from label")
-    return (
-        f"Blue: other samples; orange: review list. Binned, darker for more samples (log shade): {' and '.join(binned)}. " if binned else ""
-    )
-
-
-def _scatter(axes: Axes, rows: pd.DataFrame, colour: str, marker: str, words: str) -> None:
-    if len(rows):
-        axes.scatter(
-            rows["grad_norm"],
-            rows["loss"],
-            s=16,
-            color=colour,
-            marker=marker,
-            linewidths=1.1 if marker == "x" else 0,
-            alpha=0.7,
-            label=words,
-        )
-
-
-def _draw_density(axes: Axes, rows: pd.DataFrame, within: pd.DataFrame, colour: str) -> None:
-    low, high = within["loss"].min(), within["loss"].max()
-    across = log_bins(within["grad_norm"].to_numpy(float), 110)
-    up = log_bins(within["loss"].to_numpy(float), 70) if low > 0 else np.linspace(low, max(high, low + 1e-9), 71)
-    counts, _, _ = np.histogram2d(rows["grad_norm"], rows["loss"], bins=[across, up])
-    shades = LinearSegmentedColormap.from_list("shades", ["#e4e9ef", REST, DARK] if colour == REST else ["#f7dcc6", REVIEW, "#7a3403"])
-    axes.pcolormesh(across, up, np.where(counts > 0, counts, np.nan).T, cmap=shades, norm=LogNorm(vmin=1), rasterized=True)
 
 
 def _draw_spread(

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from psgrad.workflows.influence_run import influence
     from psgrad.workflows.private_planning import dp_plan
     from psgrad.workflows.private_training import dp_step
+    from psgrad.workflows.reporting import report
 
-__all__ = ["analyze", "dp_audit", "dp_plan", "dp_step", "evaluate_influence", "influence", "influence_index", "plan"]
+__all__ = ["analyze", "dp_audit", "dp_plan", "dp_step", "evaluate_influence", "influence", "influence_index", "plan", "report"]
 
 _MODULES = {
     "analyze": "analysis",
@@ -29,6 +30,7 @@ _MODULES = {
     "influence": "influence_run",
     "influence_index": "influence_indexing",
     "plan": "foretelling",
+    "report": "reporting",
 }
 
 

@@ -1,0 +1,28 @@
+"""`psgrad report`: the page of a finished run, made again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from psgrad.cli.boundary import boundary
+from psgrad.cli.options import Debug
+
+
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished `psgrad analyze`.", show_default=False)],
+    output: Annotated[
+        Path | None, typer.Option("--output", metavar="DIR", help="Folder for report.html and plots/, instead of the run folder.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Make report.html and plots/ of a finished run again from its folder, without the model and the data.
+
+    Prints the path of the page.
+    """
+    with boundary(debug):
+        from psgrad import workflows
+
+        typer.echo(str(workflows.report(run, output=output).page))

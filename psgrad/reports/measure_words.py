@@ -1,0 +1,27 @@
+"""Nested facts as pairs of words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from psgrad.reports.tables import cell, listed, words_of
+from psgrad.reports.words import brief
+
+
+def flat_words(facts: Mapping[str, Any], limit: int, before: str = "") -> list[tuple[str, str]]:
+    """Each fact that is no mapping as (name, value in words); a nested one's name has all names on its way."""
+    found: list[tuple[str, str]] = []
+    for key, value in facts.items():
+        name = f"{before} {words_of(key)}".strip()
+        if isinstance(value, Mapping):
+            found += flat_words(value, limit, name)
+        else:
+            found.append((brief(name[:1].upper() + name[1:], 80), brief(_plain(value), limit)))
+    return found
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, list | tuple) and value and isinstance(value[0], Mapping):
+        return listed(value, lambda each: " ".join(f"{words_of(key)} {cell(inner)}" for key, inner in each.items()), most=6)
+    return cell(value)

@@ -1,0 +1,118 @@
+"""The table of samples on the page: who is on it, in which order, and what each column says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from psgrad.reports.tables import DataTable, Heading, TableRow, cell, key_of, words_of
+from psgrad.reports.words import MISSING, brief, identifier, label, number, percentile
+from psgrad.results import AnalyzeResult, disagrees, has_classes
+
+MAX_SAMPLES = 200
+MAX_COLUMNS = 26
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table of samples that the page knows by name."""
+
+    words: str
+    meaning: str
+    numeric: bool = True
+
+
+KNOWN: Mapping[str, Column] = {
+    "rank": Column("rank", "1 for the sample that is most unlike the others by the score that was asked for"),
+    "id": Column("id", "of the sample, as the dataset names it", numeric=False),
+    "target": Column("label", "what the dataset says", numeric=False),
+    "prediction": Column("prediction", "what the model says", numeric=False),
+    "confidence": Column("confidence", "the model's probability of its prediction (%)"),
+    "group": Column("group", "that the sample was compared within", numeric=False),
+    "loss": Column("loss", "the sample's own loss (unit of the loss)"),
+    "grad_norm": Column("gradient norm", "L2 norm of the sample's gradient (unit of the loss per unit of parameter)"),
+    "percentile": Column("percentile", "percentage of finite samples whose norm is not larger (%)"),
+    "robust_z": Column("robust z", "distance from the median of the log norms, in robust standard deviations (no unit)"),
+    "p_value": Column("p-value", "conformal: how often a sample of the reference is at least as unusual (probability)"),
+    "q_value": Column("q-value", "the p-value after Benjamini and Hochberg: the false discovery rate at which it is named (share)"),
+    "outlier_score": Column("outlier score", "0 to 1, low is bad (no unit)"),
+}
+"""The columns that come first, in this order, and what they say."""
+
+LAST: Mapping[str, Column] = {"reasons": Column("reasons", "why the sample is on a list", numeric=False)}
+
+_NOT_SHOWN = {"index", "fingerprint", "log_norm", "is_outlier_issue", "status"}
+
+
+def listed_samples(samples: pd.DataFrame, count: int = MAX_SAMPLES) -> pd.DataFrame:
+    """The samples to look at: those on the review list or named as outliers first, then by rank; unranked ones never appear."""
+    ranked = samples[samples["rank"].notna().to_numpy()]
+    issues = ranked[ranked["is_outlier_issue"].to_numpy(bool)].nsmallest(count, "rank")
+    others = ranked[~ranked["is_outlier_issue"].to_numpy(bool)].nsmallest(count - len(issues), "rank")
+    return pd.concat([issues, others]).sort_values("rank", kind="stable")
+
+
+def meanings_of(result: AnalyzeResult) -> dict[str, str]:
+    """What the columns say that measures brought."""
+    return {column: meaning for measure in result.measures.values() for column, meaning in measure.meanings.items()}
+
+
+def shown_columns(result: AnalyzeResult) -> list[str]:
+    """The columns of the table, in order, as far as there is something in them."""
+    samples = result.samples
+    there = [
+        str(column)
+        for column in samples
+        if column not in _NOT_SHOWN and column not in LAST and (column in ("target", "prediction") or samples[column].notna().any())
+    ]
+    known = [column for column in KNOWN if column in there and (column != "confidence" or has_classes(samples))]
+    others = [column for column in there if column not in KNOWN and pd.api.types.is_numeric_dtype(samples[column])]
+    return [*known, *others][:MAX_COLUMNS] + [column for column in LAST if column in samples]
+
+
+def sample_table(result: AnalyzeResult) -> DataTable:
+    """The table of the samples to look at."""
+    listed = listed_samples(result.samples)
+    columns, meanings = shown_columns(result), meanings_of(result)
+    headings = [_heading(column, meanings) for column in columns]
+    write = {column: writer(column, result.class_names) for column in columns}
+    predicted = columns.index("prediction") if "prediction" in columns else 0
+    rows = [
+        TableRow(
+            [write[column](record[column]) for column in columns],
+            sample=int(record["index"]),
+            differs=frozenset([predicted]) if differs else frozenset(),
+        )
+        for record, differs in zip(listed.to_dict("records"), disagrees(listed), strict=True)
+    ]
+    return DataTable("samples", "The samples to look at first", headings, rows)
+
+
+def writer(column: str, class_names: list[str] | None) -> Callable[[Any], str]:
+    """How the values of a column are written."""
+    if column in ("target", "prediction"):
+        return lambda value: label(value, class_names)
+    if column == "id":
+        return identifier
+    if column == "rank":
+        return str
+    if column == "percentile":
+        return lambda value: MISSING if pd.isna(value) else percentile(value)
+    if column == "confidence":
+        return lambda value: MISSING if pd.isna(value) else f"{value:.1%}"
+    if column == "reasons":
+        return lambda value: brief(value if isinstance(value, str) else cell(value), 160)
+    if column in KNOWN and KNOWN[column].numeric:
+        return number
+    return cell
+
+
+def _heading(column: str, meanings: Mapping[str, str]) -> Heading:
+    known = KNOWN.get(column) or LAST.get(column)
+    if known:
+        key = {"target": "label"}.get(column, column)
+        return Heading(key, known.words, known.numeric, known.meaning, sorted=column == "rank")
+    return Heading(key_of(column), words_of(column), True, brief(meanings.get(column, ""), 300))

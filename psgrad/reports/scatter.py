@@ -1,0 +1,143 @@
+"""Each sample's loss against its gradient norm: as a figure, and as the part of the page that is linked with its tables."""
+
+from __future__ import annotations
+
+import html
+import re
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, LogNorm
+
+from psgrad.reports.drawing import DARK, INK, REST, REVIEW, SHADES, Plot, figure_with_axes, log_bins, say_empty
+from psgrad.reports.words import count, identifier, label, number
+from psgrad.results import disagrees
+
+MAX_POINTS = 4000  # single samples drawn as pixels; above, they are binned
+
+NORM_AXIS = "gradient norm (L2 over all trainable parameters, log scale)"
+
+
+def loss_against_norm(samples: pd.DataFrame) -> Plot:
+    """Each sample's loss against its norm: points while they can be told apart, binned above that."""
+    log_loss = bool((samples.loc[samples["status"] == "ok", "loss"] >= 0).all())
+    drawn, not_drawn = drawable(samples, ["grad_norm", "loss"] if log_loss else ["grad_norm"])
+    figure, axes = figure_with_axes(4.2)
+    alt = "Loss against gradient norm: nothing to draw."
+    caption = "One point a sample. Wherever the two orders disagree, neither is right by itself: look at both. "
+    if not len(drawn):
+        say_empty(axes)
+    else:
+        caption += _draw_points(axes, drawn)
+        alt = f"Loss against gradient norm of {count(len(drawn))}, {count(int(drawn['is_outlier_issue'].sum()))} of them listed."
+        axes.set_xscale("log")
+        axes.set_yscale("log" if log_loss else "linear")
+        axes.set(xlabel=NORM_AXIS, ylabel="loss (log scale)" if log_loss else "loss")
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(frameon=False, loc="upper left", labelcolor=INK)
+        if drawn["loss"].nunique() > 1 and drawn["grad_norm"].nunique() > 1:
+            spearman = drawn["loss"].rank().corr(drawn["grad_norm"].rank())
+            caption += f"Rank correlation of loss and norm (Spearman): {spearman:.2f}. "
+            alt += f" Their rank correlation is {spearman:.2f}."
+    return Plot("loss_against_norm", "Loss against gradient norm", caption + not_drawn, figure, vector=False, alt=alt)
+
+
+def linked_scatter(samples: pd.DataFrame, listed: pd.DataFrame, class_names: list[str] | None) -> tuple[Plot, str]:
+    """The figure, and its SVG for inside the page: each listed sample is an element of its own, marked with the sample's row (data-s).
+
+    The other samples are pixels in it. Its colours are the page's own.
+    """
+    plot = loss_against_norm(samples)
+    (axes,) = plot.figure.axes
+    for artist in axes.collections:
+        artist.set_rasterized(True)
+    log_loss = axes.get_yscale() == "log"
+    words = {}
+    for row in listed.to_dict("records"):
+        if row["grad_norm"] > 0 and (row["loss"] > 0 or not log_loss):
+            name = f"sample-{int(row['index'])}"
+            colour = REVIEW if row["is_outlier_issue"] else REST
+            axes.plot([row["grad_norm"]], [row["loss"]], "o", ms=6.5, mfc=colour, mec=INK, mew=0.6, gid=name, scalex=False, scaley=False)
+            words[name] = _point_words(row, class_names)
+    return plot, _page_svg(plot.adaptive_svg().decode("utf-8"), plot.alt, words)
+
+
+def _point_words(row: dict[Any, Any], class_names: list[str] | None) -> str:
+    about = f", label {label(row['target'], class_names)}" if "target" in row and not np.ndim(row["target"]) else ""
+    return f"{identifier(row['id'])}{about}: norm {number(row['grad_norm'])}, loss {number(row['loss'])}"
+
+
+def _page_svg(drawn: str, alt: str, words: dict[str, str]) -> str:
+    """An SVG of matplotlib's as an element of the page: no ids that another figure may have, no comments, colours by name."""
+    drawn = drawn[drawn.index("<svg") :]
+    drawn = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>|<style.*?</style>", "", drawn, flags=re.DOTALL)
+    box = re.search(r'viewBox="[-0-9. ]+"', drawn)
+    assert box is not None
+    drawn = drawn[drawn.index(">") + 1 :]
+    for name, light, _ in SHADES:
+        drawn = drawn.replace(light, f"var(--plot-{name})")
+    drawn = re.sub(
+        r'<g id="(sample-(\d+))">', lambda found: f'<g class="pt" data-s="{found[2]}"><title>{html.escape(words[found[1]])}</title>', drawn
+    )
+    drawn = re.sub(r'(\bid="|href="#|url\(#)', r"\1scatter-", drawn)
+    return f'<svg class="scatter" {box[0]} role="img" aria-label="{html.escape(alt)}">{drawn.strip()}'
+
+
+def drawable(samples: pd.DataFrame, positive: list[str]) -> tuple[pd.DataFrame, str]:
+    """The rows that a log axis can show, and a sentence that counts the others."""
+    finite = samples[samples["status"] == "ok"]
+    drawn = finite[(finite[positive] > 0).all(axis=1)]
+    missing = [
+        f"{count:,} {what}"
+        for count, what in (
+            (len(samples) - len(finite), "with a loss or gradient that is not finite"),
+            (len(finite) - len(drawn), f"with a {' or '.join(_SHORT[column] for column in positive)} of exactly zero"),
+        )
+        if count
+    ]
+    return drawn, f"Not drawn: {' and '.join(missing)}." if missing else ""
+
+
+_SHORT = {"grad_norm": "norm", "loss": "loss"}
+
+
+def _draw_points(axes: Axes, drawn: pd.DataFrame) -> str:
+    """Draw loss against norm, either group as points or, where it has too many, binned; returns what the caption must add."""
+    binned = []
+    for in_review, colour, words in ((False, REST, "other samples"), (True, REVIEW, "review list")):
+        rows = drawn[drawn["is_outlier_issue"] == in_review]
+        if len(rows) > MAX_POINTS:
+            _draw_density(axes, rows, within=drawn, colour=colour)
+            binned.append(words)
+        else:
+            wrong = disagrees(rows)
+            _scatter(axes, rows[~wrong], colour, "o", words)
+            _scatter(axes, rows[wrong], colour, "x", f"{words}, prediction differs from label")
+    return (
+        f"Blue: other samples; orange: review list. Binned, darker for more samples (log shade): {' and '.join(binned)}. " if binned else ""
+    )
+
+
+def _scatter(axes: Axes, rows: pd.DataFrame, colour: str, marker: str, words: str) -> None:
+    if len(rows):
+        axes.scatter(
+            rows["grad_norm"],
+            rows["loss"],
+            s=16,
+            color=colour,
+            marker=marker,
+            linewidths=1.1 if marker == "x" else 0,
+            alpha=0.7,
+            label=words,
+        )
+
+
+def _draw_density(axes: Axes, rows: pd.DataFrame, within: pd.DataFrame, colour: str) -> None:
+    low, high = within["loss"].min(), within["loss"].max()
+    across = log_bins(within["grad_norm"].to_numpy(float), 110)
+    up = log_bins(within["loss"].to_numpy(float), 70) if low > 0 else np.linspace(low, max(high, low + 1e-9), 71)
+    counts, _, _ = np.histogram2d(rows["grad_norm"], rows["loss"], bins=[across, up])
+    shades = LinearSegmentedColormap.from_list("shades", ["#e4e9ef", REST, DARK] if colour == REST else ["#f7dcc6", REVIEW, "#7a3403"])
+    axes.pcolormesh(across, up, np.where(counts > 0, counts, np.nan).T, cmap=shades, norm=LogNorm(vmin=1), rasterized=True)
