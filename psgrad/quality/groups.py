@@ -27,7 +27,7 @@ def labels_of(frame: pd.DataFrame, by: str | None) -> Labels:
         return np.full(len(frame), ALL, dtype=object)
     column = {"class": "target"}.get(by, by)
     if column not in frame:
-        raise ConfigError(*_no_column(by, list(frame)))
+        raise ConfigError(*_no_column(by, [str(name) for name in frame]))
     values = frame[column]
     if not all(np.ndim(value) == 0 for value in values.head(100)):
         raise ConfigError(f"analyze.outliers.group_by: {by} has more than one value a sample", expected="a column of one value a sample")

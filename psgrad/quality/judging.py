@@ -156,13 +156,14 @@ def _facts(
     tests = ok & ~verdict.in_both if reference is not None else np.zeros(len(ranked), bool)
     groups = sorted(set(ranked["group"]))
     sizes, tested = ranked["group"].value_counts(), ranked.loc[tests, "group"].value_counts()
-    known = {} if reference is None else pd.Series(reference.labels, dtype=object).value_counts().to_dict()
+    counted = {} if reference is None else pd.Series(reference.labels, dtype=object).value_counts().to_dict()
+    known = {str(group): int(count) for group, count in counted.items()}
     limit = resolution({group: int(tested.get(group, 0)) for group in groups}, known, outliers.fdr)
     each = {
         group: {
             "samples": int(sizes[group]),
             "tested": int(tested.get(group, 0)),
-            "reference": None if reference is None else int(known.get(group, 0)),
+            "reference": None if reference is None else known.get(group, 0),
             "smallest_p": limit.smallest_p.get(group),
             "smallest_flaggable": limit.smallest_of.get(group),
             "evaluable": reference is not None and (group not in limit.smallest_of or limit.smallest_of[group] is not None),

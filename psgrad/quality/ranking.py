@@ -37,7 +37,7 @@ def rank_samples(
     if "status" in frame:
         finite &= frame["status"] == "ok"
     with np.errstate(divide="ignore"):
-        log_norm = np.log10(norm.where(finite))
+        log_norm = norm.where(finite).map(np.log10)
     suspect = (log_norm if score == "log_norm" else frame[score].astype("float64")).where(finite) * (1 if tail == "upper" else -1)
     group = suspect.groupby(np.full(len(frame), "") if labels is None else labels)
     # The place in the group as a share of it; where there is one group the order is that of the score.

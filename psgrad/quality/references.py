@@ -52,7 +52,8 @@ class Reference:
         known = pd.Series(self.scores, index=[str(each)[:_DIGITS] for each in self.fingerprints])
         known = known[~known.index.duplicated() & (known.index != "")]
         mine = known.reindex([str(each)[:_DIGITS] for each in fingerprints]).to_numpy("float64")
-        return np.isclose(mine, scores.astype("float64"), rtol=1e-4, atol=0.0)
+        same: npt.NDArray[np.bool_] = np.isclose(mine, scores.astype("float64"), rtol=1e-4, atol=0.0)
+        return same
 
 
 def reference_of(samples: pd.DataFrame, score: str, by: str | None, kind: str, source: str, rows: Array | None = None) -> Reference:

@@ -118,7 +118,7 @@ def caveats_of(reference: Reference | None, p: Array, in_both: int, joined: set[
         if abs(share - 0.5) > 0.1 + 4 * chance:
             side = "more" if share > 0.5 else "less"
             found.append(
-                f"{share:.0%} of the samples are more suspect than the middle of the reference, where of sound ones half would be: most are "
-                f"{side} suspect than trusted ones, so that the two don't look exchangeable (was one trained on, and the other not?)"
+                f"{share:.0%} of the samples are more suspect than the middle of the reference, where of sound ones half would be: most "
+                f"are {side} suspect than trusted ones, and the two don't look exchangeable (was one trained on, and the other not?)"
             )
     return found

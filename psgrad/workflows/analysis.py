@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -15,16 +14,17 @@ from psgrad.engine.measures.measure import Gathered, Measure
 from psgrad.engine.measures.norms import GradientNorms
 from psgrad.errors import ConfigError
 from psgrad.inputs.samples import Samples
-from psgrad.quality.ranking import rank_samples
 from psgrad.reports.write import write_report
 from psgrad.results import PARAMETER_COLUMNS, AnalyzeResult, MeasureResult, Progress, TopSample, top_samples
 from psgrad.storage import RunFolder
 from psgrad.storage.finished import load_run
+from psgrad.workflows.judging import Judging
 from psgrad.workflows.measure_setup import measures_of, prepare
 from psgrad.workflows.measuring import Passes
 from psgrad.workflows.record import Clock, describe_run, recorded
 from psgrad.workflows.resuming import identity, reopen
-from psgrad.workflows.setup import Setup, digest_of, set_up
+from psgrad.workflows.row_facts import about_rows
+from psgrad.workflows.setup import set_up
 from psgrad.workflows.shown_inputs import input_of
 
 _PICTURES = 40
@@ -56,7 +56,8 @@ def analyze(
         count = limited(len(run.samples), limit)
         setting, every = prepare(run, measures, count, lambda message: progress(Progress(0, count, "samples", message)))
         stream = setting.examples.stream
-    now = identity(run, count)
+        judging = Judging(run, measures)
+    now = identity(run, count) | judging.identity()
     folder = reopen(config.output, now) if resume else None
     if folder is not None and folder.finished:
         folder.drop_shards()  # if it was killed just before
@@ -71,7 +72,8 @@ def analyze(
         with clock("gradients"):
             measured = passes.run()
         with clock("tables"):
-            frame = rank_samples(measured.table, config.analyze.review_fraction)
+            judged = judging.judge(measured, folder, progress)
+            frame, facts["outliers"] = judged.frame, judged.facts
             norms = next(each for each in every if isinstance(each, GradientNorms))
             parameters = parameter_table(norms, run.objective.params)
             results = {each.name: result_of(each, measured.gathered[each.name]) for each in every if each.name}
@@ -102,22 +104,6 @@ def limited(count: int, limit: int | float | None) -> int:
     if not whole and not 0 < limit < 1:
         raise ConfigError(f"--limit {limit}", expected="a number of samples (at least 1), or a fraction of them between 0 and 1")
     return min(count, int(limit) if whole else max(1, math.floor(limit * count)))
-
-
-def about_rows(run: Setup) -> Callable[[int, int], dict[str, Any]]:
-    """What is known of rows without the measures: who they are. A sample without an id of its own is known by its content."""
-    ids, reader = run.samples.ids, run.reader
-    own_ids = run.config.data.id is not None
-    if not own_ids:
-        reader.contents = np.full(len(ids), "", dtype="U32")
-
-    def about(start: int, stop: int) -> dict[str, Any]:
-        rows = slice(start, stop)
-        prints = [digest_of(each) for each in ids[rows].tolist()] if own_ids or reader.contents is None else reader.contents[rows]
-        target = {} if reader.targets is None else {"target": reader.targets[rows]}
-        return {"id": ids[rows], "index": np.arange(start, stop), "fingerprint": prints, **target}
-
-    return about
 
 
 def result_of(measure: Measure, gathered: Gathered) -> MeasureResult:

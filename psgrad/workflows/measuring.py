@@ -34,10 +34,15 @@ About = Callable[[int, int], dict[str, Any]]
 
 @dataclass
 class Measured:
-    """What all passes said. table: a row a sample, with all columns of one number a sample. gathered: measure -> what it gathered."""
+    """What all passes said.
+
+    table: a row a sample, with all columns of one number a sample. gathered: measure -> what it gathered. rows: every column of every
+    measure, those of more than one number a sample among them.
+    """
 
     table: pd.DataFrame
     gathered: dict[str, Gathered]
+    rows: Arrays
 
 
 class Passes:
@@ -49,10 +54,21 @@ class Passes:
         measures: all of them, those that others need before them.
         about: see About.
         folder: where finished rows go.
+        prefix: of the passes' names, where one run has the passes of two datasets.
     """
 
-    def __init__(self, setting: Setting, stream: Stream, measures: Sequence[Measure], about: About, folder: RunFolder, say: Say) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        stream: Stream,
+        measures: Sequence[Measure],
+        about: About,
+        folder: RunFolder,
+        say: Say,
+        prefix: str = "",
+    ) -> None:
         self.setting, self.stream, self.measures, self.about, self.folder, self.say = setting, stream, measures, about, folder, say
+        self.prefix = prefix
 
     def run(self) -> Measured:
         """All passes, and what the measures gathered."""
@@ -73,7 +89,7 @@ class Passes:
         flat = {name: column for name, column in rows.items() if column.dim() == 1 and name != "ok"}
         for found in gathered.values():
             flat |= found.columns
-        return Measured(table.assign(**{name: column.numpy() for name, column in flat.items()}), gathered)
+        return Measured(table.assign(**{name: column.numpy() for name, column in flat.items()}), gathered, rows)
 
     def _own(self, own: OwnPass, start: int) -> Iterator[Columns]:
         return own.run(start, self.stream.chunk_size)
@@ -86,6 +102,7 @@ class Passes:
         about: About = lambda start, stop: {},
     ) -> tuple[pd.DataFrame, Arrays]:
         """One pass, from where it was left: (what is known of its rows without the measures, the columns of all rows)."""
+        name = self.prefix + name
         shards, count = Shards(self.folder, name, counted=name == _FIRST), len(self.setting)
         kept = shards.read()
         parts = [(kept.table, {key: torch.from_numpy(value) for key, value in kept.arrays.items()})] if kept.rows else []

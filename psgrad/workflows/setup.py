@@ -145,10 +145,11 @@ class CheckedReader:
 
     `targets` are those of one number per row, for the table: [n], None where there are none. For a dataset that yields its targets
     with its rows only, they are noted as the rows pass by, and are zero until then. So are `contents`, [n] digests of what each row
-    holds, empty until then, where they are asked for.
+    holds, empty until then, and `lengths`, [n] how many positions of each row count, zero until then, where they are asked for.
     """
 
     contents: np.ndarray[Any, Any] | None = None
+    lengths: np.ndarray[Any, Any] | None = None
 
     def __init__(self, samples: Samples, criterion: Criterion, classes: int | None) -> None:
         self.samples, self.criterion, self.classes = samples, criterion, classes
@@ -166,6 +167,8 @@ class CheckedReader:
             self._note(slice(start, stop), block.target)
         if self.contents is not None:
             self.contents[start:stop] = digests(block)
+        if self.lengths is not None and block.target is not None:
+            self.lengths[start:stop] = (block.target != self.criterion.ignore_index).flatten(1).sum(1).numpy()
         return block
 
     def take(self, rows: np.ndarray[Any, Any]) -> Block:

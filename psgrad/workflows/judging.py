@@ -1,0 +1,180 @@
+"""The reference that samples are judged against, found or measured, and the verdict."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from psgrad.config import Config, DataConfig
+from psgrad.engine.measures.measure import Measure
+from psgrad.engine.objective import Objective
+from psgrad.errors import ConfigError, DataError
+from psgrad.inputs.data import load_data
+from psgrad.quality.detectors import detector_from
+from psgrad.quality.judging import Judged, judge
+from psgrad.quality.references import Reference, measured_as, read_reference, reference_of, require_comparable
+from psgrad.results import SAMPLE_COLUMNS, Progress
+from psgrad.storage import RunFolder
+from psgrad.storage.finished import finished_manifest, load_run
+from psgrad.workflows.measure_setup import measures_of, prepare
+from psgrad.workflows.measuring import Measured, Passes
+from psgrad.workflows.row_facts import about_rows
+from psgrad.workflows.setup import CheckedReader, Setup
+
+_ROWS = "projected_gradients"
+_PREFIX = "reference-"
+
+Say = Callable[[Progress], None]
+
+
+class Judging:
+    """Who is an outlier in a run, by its config.
+
+    All that can be wrong is told when it is made, before anything is measured. Raises ConfigError and DataError: a reference that is not
+    there, or was measured with something else; detectors without rows to look at; a group that is no column.
+    """
+
+    def __init__(self, run: Setup, measures: Sequence[Measure]) -> None:
+        self._run, self._measures = run, measures
+        self._outliers = run.config.analyze.outliers
+        for each in self._outliers.detectors:
+            detector_from(each.name, each.options)
+        if self._outliers.detectors and all(measure.name != _ROWS for measure in measures):
+            raise ConfigError(
+                f"analyze.outliers.detectors: detectors look at projected gradients, and analyze.measures has no {_ROWS}",
+                next_step=f"add {_ROWS} to analyze.measures",
+            )
+        self._of_data = self._column_of_data()
+        self._units = None if self._of_data is None else load_data(run.config.data, run.config.base, self._of_data).units
+        self._found = self._find()
+        self._trusted = self._load_trusted()
+
+    def identity(self) -> dict[str, Any]:
+        """What a dataset as the reference adds to the identity of a run: rows of it are kept as those of the run are."""
+        source = self._outliers.reference
+        if self._trusted is None or source is None or source.data is None:
+            return {}
+        described = source.data.model_dump(mode="json", exclude={"class_names"})
+        return {"reference": described, "reference (its content)": self._trusted.samples.fingerprint, "score": self._outliers.score}
+
+    def judge(self, measured: Measured, folder: RunFolder, say: Say) -> Judged:
+        """The verdict on what was measured; a dataset as the reference is measured first."""
+        frame = measured.table
+        if self._of_data is not None and self._units is not None:
+            frame = frame.assign(**{self._of_data: self._units[: len(frame)]})
+        reference = self._found if self._trusted is None else self._measure(self._trusted, folder, say)
+        if reference is not None and any(each.looks_twice and self._outliers.score in each.meanings for each in self._measures):
+            said = f"{self._outliers.score} of a sample depends on the other samples of its run: it is not quite the same score in two runs"
+            reference = replace(reference, caveats=(*reference.caveats, said))
+        return judge(frame, self._run.config.analyze, reference, _rows_of(measured))
+
+    def _column_of_data(self) -> str | None:
+        """The column that groups samples, where it is one of the dataset and none of what is measured."""
+        by = self._outliers.group_by
+        measured = {column for measure in self._measures for column in measure.meanings}
+        return None if by is None or by in {"class", "length", *SAMPLE_COLUMNS, *measured} else by
+
+    def _find(self) -> Reference | None:
+        """The reference where it is measured already."""
+        source, outliers, base = self._outliers.reference, self._outliers, self._run.config.base
+        if source is None or source.data is not None:
+            return None
+        ours = measured_as(_described(self._run))
+        if source.baseline is not None:
+            saved = _saved(base / source.baseline)
+            caveats = require_comparable(ours, saved.get("measured_as", {}), outliers.score, str(source.baseline))
+            found = read_reference(saved, str(source.baseline), outliers.score, outliers.group_by)
+        else:
+            path = base / str(source.run)
+            manifest = finished_manifest(path)
+            caveats = require_comparable(ours, measured_as(manifest), outliers.score, str(source.run))
+            finished = load_run(path)
+            rows = finished.measures[_ROWS].arrays.get(_ROWS) if _ROWS in finished.measures else None
+            found = reference_of(finished.samples, outliers.score, outliers.group_by, "run", str(source.run), rows)
+        return replace(found, caveats=(*found.caveats, *caveats))
+
+    def _load_trusted(self) -> Setup | None:
+        """The run's model and loss with the trusted dataset, where that is the reference."""
+        source, run = self._outliers.reference, self._run
+        if source is None or source.data is None:
+            return None
+        trusted = load_data(source.data, run.config.base, self._of_data)
+        reader = CheckedReader(trusted, run.criterion, run.reader.classes)
+        objective = Objective(run.model, run.criterion.function, run.objective.summary, autocast=run.objective.autocast)
+        config = run.config.model_copy(update={"data": source.data})
+        config._base = run.config.base
+        return replace(run, config=config, samples=trusted, objective=objective, reader=reader)
+
+    def _measure(self, trusted: Setup, folder: RunFolder, say: Say) -> Reference:
+        """The trusted dataset, measured as the samples are: what the score, the groups and the detectors need."""
+        outliers, count = self._outliers, len(trusted.samples)
+        setting, every = prepare(
+            trusted,
+            measures_of(_only_needed(trusted.config, self._measures)),
+            count,
+            lambda message: say(Progress(0, count, "reference", message)),
+        )
+        measured = Passes(setting, setting.examples.stream, every, about_rows(trusted), folder, say, _PREFIX).run()
+        frame = measured.table
+        if self._of_data is not None and trusted.samples.units is not None:
+            frame = frame.assign(**{self._of_data: trusted.samples.units})
+        source = _source_of(trusted.config.data)
+        return reference_of(_with_log(frame), outliers.score, outliers.group_by, "data", source, _rows_of(measured))
+
+
+def _only_needed(config: Config, measures: Sequence[Measure]) -> Config:
+    """The config with those measures alone that the verdict needs; with all where none is known to give the score."""
+    outliers = config.analyze.outliers
+    wanted = {column for column in (outliers.score, outliers.group_by) if column is not None} - set(SAMPLE_COLUMNS)
+    wanted -= {"length", "class", *(f"{each.name}_score" for each in outliers.detectors)}
+    giving = {measure.name for measure in measures if wanted & set(measure.meanings)} | ({_ROWS} if outliers.detectors else set())
+    known = {column for measure in measures for column in measure.meanings}
+    if not wanted <= known:
+        return config
+    kept = [each for each in config.analyze.measures if each.name in giving]
+    changed = config.model_copy(update={"analyze": config.analyze.model_copy(update={"measures": kept})})
+    changed._base = config.base
+    return changed
+
+
+def _rows_of(measured: Measured) -> npt.NDArray[Any] | None:
+    return measured.rows[_ROWS].numpy() if _ROWS in measured.rows else None
+
+
+def _with_log(frame: pd.DataFrame) -> pd.DataFrame:
+    with np.errstate(divide="ignore"):
+        return frame.assign(log_norm=np.log10(frame["grad_norm"].to_numpy("float64")))
+
+
+def _described(run: Setup) -> dict[str, Any]:
+    """Of a run's manifest the parts that scores depend on."""
+    trainable = sum(parameter.numel() for parameter in run.loaded.model.parameters() if parameter.requires_grad)
+    return {"config": run.config.model_dump(mode="json"), "model": {"sha256": run.loaded.sha256, "trainable": trainable}}
+
+
+def _source_of(config: DataConfig) -> str:
+    return str(config.path or config.factory)
+
+
+def _saved(path: Path) -> dict[str, Any]:
+    """What a baseline holds as a reference. Raises DataError."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"the baseline {path} can't be read: {next(iter(str(error).splitlines()), type(error).__name__)}",
+            expected="a file that psgrad baseline save wrote",
+        ) from error
+    saved = content.get("reference") if isinstance(content, dict) else None
+    if not isinstance(saved, dict):
+        raise DataError(
+            f"{path} holds no reference", expected="a file that psgrad baseline save wrote", next_step="save the baseline again"
+        )
+    return saved
