@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -10,6 +10,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from psgrad.config.analysis import GateConfig
 from psgrad.config.values import Section, described, nearest
 from psgrad.config.whole import Config
 from psgrad.errors import ConfigError
@@ -34,6 +35,28 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError("\n".join([f"the config {path} has {count}:", *(f"  {problem}" for problem in problems)]))
     config._base = path.parent
     return config
+
+
+def load_gate(content: Mapping[str, Any], overrides: Sequence[str] = ()) -> GateConfig:
+    """The gate of a finished run, of which `content` is what its config said, changed by overrides such as `gate.max_outliers=3`.
+
+    Raises ConfigError with every problem found; nothing but the gate can be changed when a run is over.
+    """
+    document = _Document("the run's config", {"gate": dict(content)})
+    problems: list[str] = []
+    for text in overrides:
+        if text.strip().startswith("gate."):
+            problems += document.override(text)
+        else:
+            problems.append(f"--set {text}: the run is over: only its gate can be changed, such as --set gate.max_outliers=3")
+    try:
+        gate = GateConfig.model_validate(document.content["gate"])
+    except ValidationError as error:
+        problems += [document.problem({**details, "loc": ("gate", *details["loc"])}) for details in error.errors(include_url=False)]
+    if problems:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise ConfigError("\n".join([f"the gate has {count}:", *(f"  {problem}" for problem in problems)]))
+    return gate
 
 
 def _name_in_full(content: dict[Any, Any]) -> None:

@@ -18,6 +18,11 @@ RULES: Mapping[str, str] = {
 
 Level = Literal["error", "warning", "note"]
 
+FINDINGS_OF_A_RULE = 25_000
+"""How many findings of one rule are kept, the gravest: a model that is broken would name each sample of a dataset."""
+
+FINDINGS_OF_A_GATE = 100
+
 
 @dataclass(frozen=True)
 class Location:
@@ -38,7 +43,8 @@ class Finding:
             the same one in every run.
         message: a sentence for people.
         reasons: short texts, from the table. group: of the sample, where samples are grouped.
-        values: column -> number, those that bear on it (grad_norm, loss, p_value, q_value, outlier_score); None where undefined.
+        values: column -> number, those that bear on it (the score that samples are judged by, grad_norm, loss, p_value, q_value,
+            outlier_score); None where it is no finite number.
         state: 'new'; 'known', in the baseline; 'ignored', by an entry of the ignore list, whose reason is `ignored_because`.
     """
 
@@ -65,7 +71,7 @@ class GateOutcome:
         outcome: 'passed', 'failed', or 'not evaluable'.
         found, limit: what was counted, and what is allowed; None where there is no number.
         message: a sentence for people, with the next step where it did not pass.
-        findings: fingerprints of those that were counted.
+        findings: fingerprints of those that were counted, the gravest first, at most FINDINGS_OF_A_GATE.
     """
 
     rule: str
@@ -81,9 +87,13 @@ class CheckResult:
     """The gate's verdict on a run.
 
     Attributes:
-        outcomes: one for each rule that the config sets. findings: all of them, the gravest first, then by row.
+        outcomes: one for each rule that the config sets.
+        findings: the gravest rule first; of a rule those that are new first, then by rank, then by row; at most FINDINGS_OF_A_RULE of each.
         warnings: sentences (baseline entries that are gone, ignore entries that expired).
         run: the run folder's path, as given. samples: how many the run has.
+        facts: 'counts', rule -> state -> how many, those beyond `findings` included; 'partial', a sentence where the run looked at
+            a part of the dataset, else None; 'baseline' and 'ignore', the files, or None; 'score', the column that samples are judged by;
+            'exit_code'.
     """
 
     outcomes: tuple[GateOutcome, ...]
@@ -92,6 +102,11 @@ class CheckResult:
     samples: int
     warnings: tuple[str, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def count(self, rule: str | None = None, state: str | None = None) -> int:
+        """How many findings there are, of a rule and in a state where these are given, those that are not kept included."""
+        counts: Mapping[str, Mapping[str, int]] = self.facts.get("counts", {})
+        return sum(n for a, states in counts.items() if rule in (None, a) for b, n in states.items() if state in (None, b))
 
     @property
     def exit_code(self) -> int:

@@ -40,6 +40,7 @@ def describe_run(command: str, run: Setup, check: SelfCheck | None) -> dict[str,
         "version": 1,
         "command": command,
         "config": config.model_dump(mode="json"),
+        "config_folder": str(config.base),  # what the paths in it are relative to
         "versions": {"psgrad": version("psgrad"), "torch": torch.__version__, "python": platform.python_version()},
         "model": {
             "factory": config.model.factory,

@@ -1,0 +1,113 @@
+"""Baselines: the findings of a run that were accepted. They only shrink, unless they are told to grow.
+
+The file is JSON: {"tool": "psgrad", "kind": "baseline", "version": 1, "run": {...}, "findings": [{fingerprint, rule, id}], "reference":
+{...}}. The reference is the scores by which later samples can be judged: see psgrad/quality/references.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from psgrad.errors import ConfigError, DataError
+from psgrad.quality.findings import KNOWN, NEW
+from psgrad.results import RULES
+from psgrad.results.baseline import Baseline, BaselineChange, Known
+
+VERSION = 1
+
+# The review list is of every run, and never counted by a gate: nothing of it is accepted or refused.
+ACCEPTABLE = tuple(rule for rule in RULES if rule != "review")
+
+
+def read_baseline(path: Path) -> Baseline:
+    """The baseline in a file. Raises ConfigError where there is none, DataError for a file that is none."""
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ConfigError(
+            f"there is no baseline {path}",
+            next_step=f"check the path; psgrad baseline save RUN --output {path} makes one of a finished run",
+        ) from None
+    except (OSError, ValueError) as error:
+        raise _not_a_baseline(path, str(error)) from error
+    if not isinstance(content, dict) or content.get("tool") != "psgrad" or content.get("kind") != "baseline":
+        raise _not_a_baseline(path, "it has no mark of a baseline of psgrad")
+    if content.get("version") != VERSION:
+        raise DataError(
+            f"the baseline {path} has the format version {content.get('version')!r}",
+            expected=f"version {VERSION}, the only one that this psgrad reads",
+            next_step="use the psgrad that wrote it, or save the baseline again",
+        )
+    try:
+        findings = tuple(Known(str(each["fingerprint"]), str(each["rule"]), str(each["id"])) for each in content["findings"])
+    except (KeyError, TypeError) as error:
+        raise _not_a_baseline(path, f"its findings are damaged: {error}") from error
+    return Baseline(findings, content.get("run") or {}, content.get("reference"))
+
+
+def written(baseline: Baseline) -> dict[str, Any]:
+    """The baseline as what is in its file, findings in the order of rule and fingerprint, so that changes are few lines."""
+    places = {rule: place for place, rule in enumerate(RULES)}
+    findings = sorted(baseline.findings, key=lambda each: (places.get(each.rule, len(places)), each.fingerprint))
+    return {
+        "tool": "psgrad",
+        "kind": "baseline",
+        "version": VERSION,
+        "run": dict(baseline.run),
+        "findings": [{"fingerprint": each.fingerprint, "rule": each.rule, "id": each.id} for each in findings],
+        "reference": None if baseline.reference is None else dict(baseline.reference),
+    }
+
+
+def mark_known(named: pd.DataFrame, baseline: Baseline) -> pd.DataFrame:
+    """The named samples, with those that the baseline holds marked as known."""
+    known = named["fingerprint"].isin({each.fingerprint for each in baseline.findings})
+    return named.assign(state=named["state"].mask(known & (named["state"] == NEW), KNOWN))
+
+
+def gone(named: pd.DataFrame, baseline: Baseline) -> int:
+    """How many entries of the baseline a run no longer finds."""
+    found = set(named["fingerprint"])
+    return sum(each.fingerprint not in found for each in baseline.findings)
+
+
+def changed(
+    before: Baseline | None, named: pd.DataFrame, run: Mapping[str, Any], reference: Mapping[str, Any] | None, path: Path, grow: bool
+) -> BaselineChange:
+    """The baseline that a run leaves behind, where `before` was there.
+
+    Without one, or with `grow`, it holds all that the run found and did not ignore, and the run's scores. Else it holds what was in it
+    and is still found, and its scores stay: to judge by scores that are renewed with every run would accept whatever comes.
+    """
+    acceptable = named[named["rule"].isin(ACCEPTABLE) & (named["state"].isin((NEW, KNOWN)))]
+    found = {
+        fingerprint: Known(fingerprint, rule, str(each))
+        for fingerprint, rule, each in zip(acceptable["fingerprint"], acceptable["rule"], acceptable["id"], strict=True)
+    }
+    had = {each.fingerprint: each for each in before.findings} if before is not None else {}
+    new = {fingerprint: each for fingerprint, each in found.items() if fingerprint not in had}
+    kept = {fingerprint: each for fingerprint, each in had.items() if fingerprint in found}
+    takes = before is None or grow
+    scores = reference if takes or before is None or before.reference is None else before.reference
+    return BaselineChange(
+        Baseline(tuple({**kept, **(new if takes else {})}.values()), run, scores),
+        str(path),
+        dropped=len(had) - len(kept),
+        taken=len(new) if takes else 0,
+        refused=0 if takes else len(new),
+        first=before is None,
+        reference_kept=not takes and before is not None and before.reference is not None,
+    )
+
+
+def _not_a_baseline(path: Path, why: str) -> DataError:
+    return DataError(
+        f"{path} can't be read as a baseline: {why[:200]}",
+        expected="a file as psgrad baseline save writes it",
+        next_step="save the baseline again, or take it back from version control",
+    )

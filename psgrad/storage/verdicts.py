@@ -1,0 +1,103 @@
+"""What a check reads of a run's folder and leaves there: columns of samples.parquet, findings.jsonl and check.json. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from psgrad.errors import DataError
+from psgrad.results import CheckResult, Finding, GateOutcome, Location
+from psgrad.storage.folders import RunFolder
+
+FINDINGS = "findings.jsonl"
+CHECK = "check.json"
+
+
+def read_columns(folder: Path, needed: Sequence[str], welcome: Iterable[str] = ()) -> pd.DataFrame:
+    """These columns of a run's samples, and of those that are welcome the ones that it has, in the order of the file.
+
+    Raises DataError where the table can't be read, or lacks a column that is needed.
+    """
+    path = folder / "samples.parquet"
+    try:
+        with pq.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            missing = [name for name in needed if name not in names]
+            if missing:
+                raise DataError(
+                    f"{path} has no column {', '.join(missing)}",
+                    expected="the table as psgrad analyze writes it",
+                    cause="an older psgrad wrote it, or it was changed",
+                    next_step="run psgrad analyze again",
+                )
+            frame: pd.DataFrame = file.read(columns=[name for name in names if name in {*needed, *welcome}]).to_pandas()
+            return frame
+    except (OSError, pa.ArrowException) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise DataError(
+            f"{path} can't be read: {reason}",
+            expected="the file as psgrad analyze wrote it",
+            cause="it was changed or cut short after the run",
+            next_step="run psgrad analyze again",
+        ) from error
+
+
+def write_check(folder: RunFolder, result: CheckResult) -> None:
+    """Write findings.jsonl, a finding a line, and check.json, all else. Raises OutputError."""
+    lines = "".join(json.dumps(finding_record(finding), allow_nan=False) + "\n" for finding in result.findings)
+    folder.write_bytes(FINDINGS, lines.encode("ascii"))
+    folder.write_json(CHECK, check_record(result))
+
+
+def read_check(folder: Path) -> CheckResult | None:
+    """What the last check of a run found; None where there was none. Raises DataError for files that can't be read."""
+    if not (folder / CHECK).exists():
+        return None
+    try:
+        about = json.loads((folder / CHECK).read_bytes())
+        lines = (folder / FINDINGS).read_text(encoding="utf-8").splitlines()
+        return CheckResult(
+            tuple(GateOutcome(**{**each, "findings": tuple(each["findings"])}) for each in about["outcomes"]),
+            tuple(_finding(json.loads(line)) for line in lines),
+            about["run"],
+            about["samples"],
+            tuple(about["warnings"]),
+            about["facts"],
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"the findings in {folder} can't be read: {type(error).__name__}: {str(error)[:200]}",
+            expected=f"{CHECK} and {FINDINGS} as psgrad wrote them",
+            next_step=f"psgrad check {folder} writes them again",
+        ) from error
+
+
+def check_record(result: CheckResult) -> dict[str, Any]:
+    """A verdict without its findings, as plain values."""
+    return {
+        "version": 1,
+        "run": result.run,
+        "samples": result.samples,
+        "exit_code": result.exit_code,
+        "outcomes": [dataclasses.asdict(outcome) for outcome in result.outcomes],
+        "warnings": list(result.warnings),
+        "facts": dict(result.facts),
+    }
+
+
+def finding_record(finding: Finding) -> dict[str, Any]:
+    """A finding as a line of findings.jsonl, as plain values."""
+    found = {field.name: getattr(finding, field.name) for field in dataclasses.fields(finding)}
+    location = {"path": finding.location.path, "line": finding.location.line}
+    return {**found, "location": location, "reasons": list(finding.reasons), "values": dict(finding.values)}
+
+
+def _finding(record: dict[str, Any]) -> Finding:
+    return Finding(**{**record, "location": Location(**record["location"]), "reasons": tuple(record["reasons"])})
