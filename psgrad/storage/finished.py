@@ -12,6 +12,7 @@ import pandas as pd
 from psgrad.errors import DataError
 from psgrad.results import AnalyzeResult, MeasureResult, TopSample
 from psgrad.storage.folders import MEASURES, file_name, manifest_of
+from psgrad.storage.verdicts import read_check
 
 Array = np.ndarray[Any, Any]
 
@@ -29,6 +30,7 @@ def load_run(folder: Path) -> AnalyzeResult:
         _inputs(folder),
         manifest.get("config", {}).get("data", {}).get("class_names"),
         measures,
+        read_check(folder),
     )
 
 

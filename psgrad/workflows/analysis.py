@@ -19,6 +19,7 @@ from psgrad.results import PARAMETER_COLUMNS, AnalyzeResult, MeasureResult, Prog
 from psgrad.storage import RunFolder
 from psgrad.storage.finished import load_run
 from psgrad.workflows.judging import Judging
+from psgrad.workflows.checking import check_samples, gate_files
 from psgrad.workflows.measure_setup import measures_of, prepare
 from psgrad.workflows.measuring import Passes
 from psgrad.workflows.record import Clock, describe_run, recorded
@@ -52,6 +53,7 @@ def analyze(
     clock = Clock()
     with clock("load"):
         measures = measures_of(config)
+        gate = gate_files(config.gate, config.base)
         run = set_up(config)
         count = limited(len(run.samples), limit)
         setting, every = prepare(run, measures, count, lambda message: progress(Progress(0, count, "samples", message)))
@@ -87,7 +89,8 @@ def analyze(
         facts["counts"] = {"samples": len(frame), "nonfinite": int((frame["status"] != "ok").sum()), "in_dataset": len(run.samples)}
         facts["timings"] = clock.seconds
         inputs = top_inputs(run.samples, frame, max(_PICTURES, config.analyze.top)) if config.report.include_inputs else []
-        result = AnalyzeResult(frame, parameters, facts, folder.path, inputs, config.data.class_names, results)
+        verdict = check_samples(frame, facts, folder, gate)
+        result = AnalyzeResult(frame, parameters, facts, folder.path, inputs, config.data.class_names, results, verdict)
         with clock("report"):
             folder.write_inputs(inputs)
             if report:
