@@ -12,6 +12,7 @@ from torch import Tensor
 from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError
 from psgrad.inputs.columns import input_names, named_columns, require_columns, require_rows
+from psgrad.inputs.data_headers import common_length, damaged_data, unreadable_npz
 from psgrad.inputs.files import is_archive, sha256_of
 from psgrad.inputs.samples import (
     Array,
@@ -32,7 +33,9 @@ class ArraySamples(Samples):
         self._inputs = input_names(config)
         self._target = config.target
         shapes = {name: tuple(column.shape) for name, column in columns.items()}
-        count = _common_length(shapes, path)
+        count = common_length(shapes, path)
+        assert count is not None  # a config names at least one column
+        require_rows(count, str(path))
         for name in (config.id, unit):
             if name is not None and len(shapes[name]) != 1:
                 raise DataError(f"the ids {name!r} in {path} have the shape {list(shapes[name])}", expected="one per row")
@@ -66,19 +69,8 @@ def load_npz(path: Path, config: DataConfig, unit: str | None = None) -> Samples
     except (DataError, ConfigError):
         raise
     except Exception as error:  # zipfile, zlib and numpy's header parser have a dozen errors for a damaged file
-        raise _unreadable_npz(path, error) from error
+        raise unreadable_npz(path, error) from error
     return ArraySamples(columns, config, path, unit)
-
-
-def _unreadable_npz(path: Path, error: Exception) -> DataError:
-    if "allow_pickle" in str(error):
-        return DataError(
-            f"{path} holds an array of Python objects, which is a pickle; it was not opened",
-            expected="arrays of numbers, or of fixed-width text for ids",
-            cause="rows of unequal length, or texts, put into one array",
-            next_step="pad the rows to one length before numpy.savez; save ids with numpy.array(ids, dtype=str)",
-        )
-    return DataError(f"{path} is damaged: {error}", expected="a whole npz archive", cause="an interrupted copy or download")
 
 
 def load_safetensors(path: Path, config: DataConfig, unit: str | None = None) -> Samples:
@@ -90,23 +82,8 @@ def load_safetensors(path: Path, config: DataConfig, unit: str | None = None) ->
     except ConfigError:
         raise
     except Exception as error:
-        raise DataError(
-            f"{path} is damaged: {error}", expected="a whole safetensors file", cause="an interrupted copy or download"
-        ) from error
+        raise damaged_data(path, error) from error
     return ArraySamples(columns, config, path, unit)
-
-
-def _common_length(shapes: dict[str, tuple[int, ...]], path: Path) -> int:
-    for name, shape in shapes.items():
-        if not shape:
-            raise DataError(f"{name!r} in {path} is a single number", expected="an array with one row per sample")
-    lengths = {name: shape[0] for name, shape in shapes.items()}
-    if len(set(lengths.values())) > 1:
-        listed = ", ".join(f"{name} has {length}" for name, length in lengths.items())
-        raise DataError(f"the columns of {path} have different numbers of rows: {listed}", expected="one row per sample in each")
-    count = next(iter(lengths.values()))
-    require_rows(count, str(path))
-    return count
 
 
 def _decoded(values: Array | Tensor) -> Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from psgrad.config import DataConfig, nearest
 from psgrad.errors import ConfigError, DataError
@@ -43,3 +44,10 @@ def require_columns(wanted: Iterable[str], known: Sequence[str], source: str) ->
                 f"{source} has no column {name!r}" + (f"; did you mean {close}?" if close else ""),
                 expected=f"one of its columns: {listed}" if known else None,
             )
+
+
+def require_single_names(names: Sequence[str], wanted: Sequence[str], path: Path) -> None:
+    """Raises DataError where a wanted column is there more than once."""
+    for name in wanted:
+        if names.count(name) > 1:
+            raise DataError(f"{path} has {names.count(name)} columns named {name!r}", expected="a name of its own for every column")

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import csv
-import errno
 import tempfile
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +17,8 @@ import pyarrow.parquet as pq
 
 from psgrad.config import DataConfig
 from psgrad.errors import DataError
-from psgrad.inputs.columns import input_names, named_columns, not_numbers, require_columns, require_rows
+from psgrad.inputs.columns import input_names, named_columns, not_numbers, require_columns, require_rows, require_single_names
+from psgrad.inputs.data_headers import csv_header, cut_row, damage_told, is_list, require_numbers
 from psgrad.inputs.files import sha256_of
 from psgrad.inputs.samples import (
     Array,
@@ -63,12 +61,12 @@ class TableSamples(Samples):
         self._shapes: dict[str, tuple[int, ...]] = {}
         kinds = {name: rows.schema.field(name).type for name in named_columns(config)}
         for name in (*self._inputs, *([config.target] if config.target is not None else ())):
-            _require_numbers(name, kinds[name])
-        self._one_vector = isinstance(config.inputs, list) and not any(_is_list(kinds[name]) for name in self._inputs)
+            require_numbers(name, kinds[name])
+        self._one_vector = isinstance(config.inputs, list) and not any(is_list(kinds[name]) for name in self._inputs)
         ids = row_numbers(rows.count) if config.id is None else unique_ids(_plain(rows.column(config.id)).to_pandas(), config.id)
         units = None if unit is None else unit_ids(_plain(rows.column(unit)).to_pandas(), unit)
         targets = None
-        if config.target is not None and not _is_list(kinds[config.target]):
+        if config.target is not None and not is_list(kinds[config.target]):
             targets = to_tensor(_numbers(rows.column(config.target), config.target, 0), config.target).numpy()
         super().__init__(ids, targets, sha256_of(path), units)
         self.read(0, 1)  # the first row's shapes are what every other row must have
@@ -121,20 +119,6 @@ class _MappedTable:
 # Arrow to numpy -------------------------------------------------------------------------------------------------------------------
 
 
-def _is_list(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
-
-
-def _require_numbers(name: str, kind: pa.DataType) -> None:
-    value = kind
-    while _is_list(value):
-        value = value.value_type
-    if pa.types.is_dictionary(value):
-        value = value.value_type
-    if not (pa.types.is_integer(value) or pa.types.is_floating(value) or pa.types.is_boolean(value)):
-        raise not_numbers(name, kind)
-
-
 def _plain(column: pa.ChunkedArray | pa.Array) -> pa.Array:
     array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
@@ -152,7 +136,7 @@ def _numbers(
     if array.null_count and not pa.types.is_floating(array.type):
         row = first_row + _first(array.is_null().to_numpy(zero_copy_only=False)) // values_per_row
         raise DataError(f"row {row} of the column {name!r} is empty", expected=f"a value of type {array.type}")
-    if not _is_list(array.type):
+    if not is_list(array.type):
         return np.asarray(array.to_numpy(zero_copy_only=False))
     lengths = pc.list_value_length(array).to_numpy(zero_copy_only=False)
     width = int(lengths[0]) if shape is None else shape[0]
@@ -178,11 +162,11 @@ def _first(mask: Array) -> int:
 
 def load_parquet(path: Path, config: DataConfig, unit: str | None = None) -> Samples:
     """A parquet file, read by row groups, of which one at a time is in memory."""
-    with _damage_told(path, "parquet"):
+    with damage_told(path, "parquet"):
         file = pq.ParquetFile(path)
         columns = named_columns(config, unit)
         require_columns(columns, file.schema_arrow.names, str(path))
-        _require_single_names(file.schema_arrow.names, columns, path)
+        require_single_names(file.schema_arrow.names, columns, path)
     return TableSamples(_ParquetRows(file, columns, path), config, path, unit)
 
 
@@ -211,20 +195,20 @@ class _ParquetRows:
         if self._file.num_row_groups == 1:
             return self._group(0).take(pa.array(rows))
         if self._mapped is None:
-            with _damage_told(self._path, "parquet"):
+            with damage_told(self._path, "parquet"):
                 groups = map(_without_categories, map(self._group, range(self._file.num_row_groups)))
                 first = next(groups)
                 self._mapped = _MappedTable(first.schema, chain([first], groups))
         return self._mapped.take(rows)
 
     def column(self, name: str) -> pa.ChunkedArray:
-        with _damage_told(self._path, "parquet"):
+        with damage_told(self._path, "parquet"):
             return self._file.read(columns=[name]).column(name)
 
     def _group(self, group: int) -> pa.Table:
         if self._held is None or self._held[0] != group:
             self._held = None  # before the next one is read: one group in memory, not two
-            with _damage_told(self._path, "parquet"):
+            with damage_told(self._path, "parquet"):
                 self._held = group, self._file.read_row_group(group, columns=self._columns)
         return self._held[1]
 
@@ -232,26 +216,6 @@ class _ParquetRows:
 def _without_categories(table: pa.Table) -> pa.Table:
     """Row groups have dictionaries of their own, of which a file of one table takes only one."""
     return pa.table({name: _plain(table.column(name)) for name in table.column_names})
-
-
-@contextmanager
-def _damage_told(path: Path, kind: str) -> Iterator[None]:
-    try:
-        yield
-    except (pa.ArrowException, OSError) as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DataError(
-                f"the temporary folder {tempfile.gettempdir()} has no room for {path}, converted",
-                next_step="set TMPDIR to a folder with as much room as the file takes, or save the data as parquet",
-            ) from error
-        reason = next(iter(str(error).splitlines()), "")
-        raise DataError(f"{path} can't be read as {kind}: {reason}", cause="an interrupted copy or download, or another format") from error
-
-
-def _require_single_names(names: list[str], wanted: list[str], path: Path) -> None:
-    for name in wanted:
-        if names.count(name) > 1:
-            raise DataError(f"{path} has {names.count(name)} columns named {name!r}", expected="a name of its own for every column")
 
 
 # CSV ------------------------------------------------------------------------------------------------------------------------------
@@ -263,11 +227,11 @@ def load_csv(path: Path, config: DataConfig, unit: str | None = None) -> Samples
     It is read twice, block by block: to find the type of every column, then to convert it into a memory-mapped table in the
     temporary folder, which the system pages in and out.
     """
-    with _damage_told(path, "csv"):
-        header = _header(path)
+    with damage_told(path, "csv"):
+        header = csv_header(path)
         columns = named_columns(config, unit)
         require_columns(columns, header, str(path))
-        _require_single_names(header, columns, path)
+        require_single_names(header, columns, path)
         kinds = _column_types(path, header, columns, {name for name in (config.id, unit) if name is not None})
         return TableSamples(_CsvRows(path, header, kinds), config, path, unit)
 
@@ -292,14 +256,6 @@ class _CsvRows:
         return self._mapped.table.column(name)
 
 
-def _header(path: Path) -> list[str]:
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            return next(csv.reader(file), [])
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"the header of {path} can't be read: {error}", expected="comma-separated names in UTF-8") from error
-
-
 def _text_blocks(path: Path, header: list[str], columns: list[str]) -> Iterator[pa.RecordBatch]:
     """The named columns as text; a row with too few or too many cells is an error that names it."""
     ragged: list[Any] = []
@@ -320,10 +276,7 @@ def _text_blocks(path: Path, header: list[str], columns: list[str]) -> Iterator[
         if not ragged:
             raise
         row = ragged[0]  # Arrow counts the header too, and from 1
-        raise DataError(
-            f"row {row.number - 2} of {path} has {row.actual_columns} cells, the header {row.expected_columns}",
-            cause="a comma inside a text that is not quoted, or a line that was cut",
-        ) from error
+        raise cut_row(path, row.number - 2, row.actual_columns, row.expected_columns) from error
 
 
 def _column_types(path: Path, header: list[str], columns: list[str], id_columns: set[str]) -> dict[str, pa.DataType]:
