@@ -66,9 +66,17 @@ class OutlierConfig(Section):
     group_by: str | None = None
     """Samples are compared within their group: class, length, or a column of samples.parquet or of the dataset."""
     min_group: Annotated[int, Field(ge=2)] = 50
-    """Smaller groups are judged with all samples together."""
+    """Groups of fewer samples (of trusted ones, where there is a reference) are joined, and judged as one group."""
     detectors: list[DetectorConfig] = Field(default_factory=list)
-    """Detectors of outliers among projected gradients."""
+    """Detectors of outliers among projected gradients; only `score` decides, which may be a detector's."""
+
+    @model_validator(mode="after")
+    def _each_detector_once(self) -> OutlierConfig:
+        names = [detector.name for detector in self.detectors]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"the detector {twice} is listed twice")
+        return self
 
 
 class AnalyzeConfig(Section):

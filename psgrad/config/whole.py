@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
@@ -52,6 +52,22 @@ class Config(Section):
     def base(self) -> Path:
         """The folder of the config file; the current directory for a config that was not read from a file."""
         return self._base
+
+    @model_validator(mode="before")
+    @classmethod
+    def _trusted_data_are_read_as_the_data_are(cls, value: Any) -> Any:
+        """Keys that analyze.outliers.reference.data leaves out are those of data; another path or factory brings its own source."""
+        groups = [value]
+        for key in ("analyze", "outliers", "reference", "data"):
+            groups.append(groups[-1].get(key) if isinstance(groups[-1], dict) else None)
+        own = value.get("data") if isinstance(value, dict) else None
+        if not isinstance(groups[-1], dict) or not isinstance(own, dict):
+            return value
+        sources = {"path", "factory", "kwargs"}
+        given: Any = {key: each for key, each in own.items() if key not in sources or not sources & set(groups[-1])} | groups[-1]
+        for key, group in zip(("data", "reference", "outliers", "analyze"), reversed(groups[:-1]), strict=True):
+            given = {**group, key: given}
+        return given
 
     @model_validator(mode="after")
     def _named_loss_needs_a_target(self) -> Config:
