@@ -59,7 +59,7 @@ def linked_scatter(samples: pd.DataFrame, listed: pd.DataFrame, class_names: lis
         if row["grad_norm"] > 0 and (row["loss"] > 0 or not log_loss):
             name = f"sample-{int(row['index'])}"
             colour = REVIEW if row["is_outlier_issue"] else REST
-            axes.plot([row["grad_norm"]], [row["loss"]], "o", ms=6.5, mfc=colour, mec=INK, mew=0.6, gid=name, scalex=False, scaley=False)
+            axes.plot([row["grad_norm"]], [row["loss"]], "o", ms=5.5, mfc=colour, mec=INK, mew=0.6, gid=name, scalex=False, scaley=False)
             words[name] = _point_words(row, class_names)
     return plot, _page_svg(plot.adaptive_svg().decode("utf-8"), plot.alt, words)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import time
 from html.parser import HTMLParser
 
@@ -10,8 +12,6 @@ import pandas as pd
 import pytest
 
 from psgrad.quality.ranking import rank_samples
-from psgrad.reports.html import render
-from psgrad.reports.plots import draw_plots
 from psgrad.reports.write import write_report
 from psgrad.results import AnalyzeResult, TopSample, top_samples
 from tests.reports import frames
@@ -27,7 +27,7 @@ class Page(HTMLParser):
         super().__init__()
         self.tags: list[str] = []
         self.attributes: list[tuple[str, str, str]] = []
-        self.text = ""
+        self.text = self.script = ""
         self._open: list[str] = []
         self.feed(html)
         self.close()
@@ -43,24 +43,46 @@ class Page(HTMLParser):
         assert self._open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        if self._open[-1:] != ["style"]:
+        if self._open[-1:] == ["script"]:
+            self.script += data
+        elif self._open[-1:] != ["style"]:
             self.text += data
 
 
 def _page(result: AnalyzeResult) -> Page:
-    html = render(result, draw_plots(result))
+    html = written(result)["report.html"].decode()
     assert len(html.encode()) <= LIMIT_BYTES
     page = Page(html)
-    assert "script" not in page.tags
-    assert not {"iframe", "object", "embed", "link", "form", "base"} & set(page.tags)
-    for _, name, value in page.attributes:
+    assert page.tags.count("script") == 1
+    assert not {"iframe", "object", "embed", "link", "form", "base", "foreignobject"} & set(page.tags)
+    for tag, name, value in page.attributes:
         assert not name.startswith("on")
-        assert name != "href"
+        if name in ("href", "xlink:href"):
+            assert value.startswith("#") or (tag == "image" and value.startswith("data:image/png;base64,"))
         if name == "src":
             assert value.startswith(("data:image/png;base64,", "data:image/svg+xml;base64,"))
-    assert ("meta", "content", "default-src 'none'; img-src data:; style-src 'unsafe-inline'") in page.attributes
+        if name == "alt":
+            assert value
+    ids = [value for _, name, value in page.attributes if name == "id"]
+    assert len(ids) == len(set(ids))
+    (policy,) = [value for tag, name, value in page.attributes if tag == "meta" and value.startswith("default-src")]
+    assert policy == (
+        f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{_digest(page.script)}'; "
+        "base-uri 'none'; form-action 'none'"
+    )
     assert "http" not in html.replace("http-equiv", "")
     return page
+
+
+def written(result: AnalyzeResult) -> dict[str, bytes]:
+    """All files of the report, by name."""
+    files: dict[str, bytes] = {}
+    write_report(result, files.__setitem__)
+    return files
+
+
+def _digest(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
 def test_the_page_shows_all_figures_the_table_the_pictures_and_the_facts() -> None:
@@ -68,18 +90,20 @@ def test_the_page_shows_all_figures_the_table_the_pictures_and_the_facts() -> No
     page = _page(result)
     headings = (
         "The top samples",
-        "The 20 samples that pull hardest",
+        "The 200 samples that pull hardest",
         "Gradient norms",
         "Loss against gradient norm",
         "Gradient norms per class",
         "Gradient norms per layer",
+        "Class by class",
+        "Layer by layer",
         "What the numbers mean, and what they do not",
         "This run",
     )
     for heading in headings:
         assert heading in page.text
     sources = [value for tag, name, value in page.attributes if (tag, name) == ("img", "src")]
-    assert len(sources) == 20 + 4
+    assert len(sources) == 20 + 3
     for words in ("1,797", "2.1e-07", "digits.py:build", "18,346", "cross_entropy", "the prefix 'module.' was stripped"):
         assert words in page.text
     for identifier in top_samples(result.samples, 20)["id"]:
@@ -189,8 +213,7 @@ def test_a_million_samples_take_less_than_ten_seconds_and_two_megabytes() -> Non
 
 
 def test_all_files_of_the_report_reach_the_writer() -> None:
-    files: dict[str, bytes] = {}
-    write_report(frames.result(frames.classification(100)), files.__setitem__)
+    files = written(frames.result(frames.classification(100)))
     names = ("norm_histogram", "loss_against_norm", "norms_per_class", "norms_per_layer", "top_sheet")
     assert list(files) == [*(f"plots/{name}.png" for name in names), "report.html"]
     assert all(data.startswith(b"\x89PNG") for name, data in files.items() if name.endswith(".png"))
@@ -198,4 +221,4 @@ def test_all_files_of_the_report_reach_the_writer() -> None:
 
 def test_the_same_result_gives_the_same_page() -> None:
     result = frames.result(frames.classification(300))
-    assert render(result, draw_plots(result)) == render(result, draw_plots(result))
+    assert written(result) == written(result)

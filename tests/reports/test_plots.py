@@ -11,7 +11,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from psgrad.quality.ranking import rank_samples
-from psgrad.reports.plots import draw_plots, loss_against_norm, norm_histogram, norms_per_class, norms_per_layer, top_sheet
+from psgrad.reports.plots import draw_plots, norm_histogram, norms_per_class, norms_per_layer, top_sheet
+from psgrad.reports.scatter import loss_against_norm
 from psgrad.results import has_classes
 from tests.reports import frames
 
@@ -94,7 +95,8 @@ def test_figures_render_without_warnings_and_leave_matplotlib_as_it_was() -> Non
     before = dict(matplotlib.rcParams)
     for plot in draw_plots(frames.result(frames.classification(300), class_names=["漢字"] * 10)):
         assert plot.png().startswith(b"\x89PNG")
-        assert b"<svg" in plot.svg()
+        assert b"<svg" in plot.adaptive_svg()
+        assert plot.alt
     assert dict(matplotlib.rcParams) == before
 
 

@@ -111,7 +111,7 @@
 
   const words = make("p", { className: "picked", role: "status", textContent: "Point at a sample to find it everywhere; click to keep it." });
   const plot = document.querySelector("svg.scatter");
-  if (plot) plot.after(words);
+  if (plot) plot.closest(".scroll").after(words);
 
   function describe(sample) {
     const each = samples && samples.rows.find((one) => one.row.dataset.s === sample);
