@@ -18,8 +18,8 @@ from psgrad.reports.write import write_report
 from psgrad.results import PARAMETER_COLUMNS, AnalyzeResult, MeasureResult, Progress, TopSample, top_samples
 from psgrad.storage import RunFolder
 from psgrad.storage.finished import load_run
-from psgrad.workflows.judging import Judging
 from psgrad.workflows.checking import check_samples, gate_files
+from psgrad.workflows.judging import Judging
 from psgrad.workflows.measure_setup import measures_of, prepare
 from psgrad.workflows.measuring import Passes
 from psgrad.workflows.record import Clock, describe_run, recorded
