@@ -14,6 +14,7 @@ import torch
 
 from psgrad.engine.gradients.streaming import Columns, Stream
 from psgrad.engine.measures.measure import Arrays, Gathered, Measure, OwnPass, Setting
+from psgrad.engine.measures.second_look import SecondLook
 from psgrad.results import Progress
 from psgrad.storage import RunFolder
 from psgrad.storage.shards import Shards
@@ -73,14 +74,18 @@ class Passes:
     def run(self) -> Measured:
         """All passes, and what the measures gathered."""
         count = len(self.setting)
-        table, rows = self._take(_FIRST, self.measures, lambda start: self.stream.run(count, self.measures, start=start), about=self.about)
         again = [measure for measure in self.measures if measure.looks_twice]
-        self.stream.fix_chunk_size(self.stream.chunk_size)
+        second = SecondLook(again, self.stream)
+        first = [*self.measures, second] if again else self.measures
+        run = partial(self.stream.run, count, first, often=True)
+        table, rows = self._take(_FIRST, first, lambda start: run(start=start), about=self.about)
+        chunk_size = self.stream.chunk_size
+        self.stream.fix_chunk_size(chunk_size)
         if again:
             for measure in again:
                 measure.between()
-            seconds = [_SecondLook(measure) for measure in again]
-            rows |= self._take(_SECOND, again, lambda start: self.stream.run(count, seconds, start=start))[1]
+            rows |= self._take(_SECOND, again, second.run)[1]
+            self.stream.fix_chunk_size(chunk_size)
         for measure in self.measures:
             for own in measure.passes():
                 rows |= self._take(own.name, [], partial(self._own, own))[1]
@@ -154,13 +159,6 @@ class Passes:
             own = {key.partition(".")[2]: torch.from_numpy(value) for key, value in state.items() if key.startswith(f"{place}.")}
             if own:
                 measure.restore(own)
-
-
-class _SecondLook:
-    """A measure in its second pass, as a stream asks it."""
-
-    def __init__(self, measure: Measure) -> None:
-        self.columns, self.keep, self.needs_factors = measure.columns_again, measure.keep, measure.needs_factors
 
 
 def _split(columns: Columns, about: Mapping[str, Any]) -> tuple[pd.DataFrame, Arrays]:

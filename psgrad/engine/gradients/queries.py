@@ -7,6 +7,7 @@ import fnmatch
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -63,9 +64,14 @@ class PerSampleGradients:
         per: 'total' over all parameters; 'parameter' as name -> [n]; 'module' likewise, by the parameters' owner
         ('' for parameters of the model itself).
         """
+        return _grouped(dict(self._square_norms), per)
+
+    @cached_property
+    def _square_norms(self) -> dict[str, torch.Tensor]:
+        """name -> [n] float64; kept, because several measures of one chunk ask for it, and nobody writes into it."""
         zero = torch.zeros(len(self), dtype=torch.float64, device=self.losses.device)
         found = square_norms(list(self.gradients.values()))
-        return _grouped({name: norms if norms is not None else zero for name, norms in zip(self.gradients, found, strict=True)}, per)
+        return {name: norms if norms is not None else zero for name, norms in zip(self.gradients, found, strict=True)}
 
     def weighted_sum(self, weights: torch.Tensor) -> dict[str, torch.Tensor]:
         """name -> [*shape]: the sum over samples of the gradients, each times its weight [n]."""

@@ -21,6 +21,7 @@ from psgrad.engine.gradients.per_sample import per_sample_gradients, per_sample_
 from psgrad.engine.gradients.planning.plan import chunk_for, predict
 from psgrad.engine.gradients.queries import PerSampleGradients
 from psgrad.engine.gradients.replay import Replay
+from psgrad.engine.gradients.settling import settled_for_many
 from psgrad.engine.transforms.program import Compiler
 from psgrad.errors import ModelError, PsgradError
 
@@ -76,7 +77,8 @@ class Stream:
         say: told about each retry, and why chunks are not replayed or read ahead, in a sentence.
 
     Attributes:
-        chunk_size: samples at a time, as things stand. retries: how often memory ran out.
+        chunk_size: samples at a time, as things stand. retries: how often memory ran out. at_need: called when it does, to give back
+            what others keep.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class Stream:
         self.automatic = chunk_size == "auto"
         self.chunk_size = _PROBE if chunk_size == "auto" else int(chunk_size)
         self.retries = 0
+        self.at_need: list[Callable[[], None]] = []
         self._passed = 0  # rows of all runs, this one's included
         self._measured = False  # whether the chunk size comes from one small chunk's factors
         self._too_large: int | None = None  # the smallest size that failed since one as large went through
@@ -165,11 +168,14 @@ class Stream:
 
     # -- a run -----------------------------------------------------------------------------------------------------------------------
 
-    def run(self, count: int, measures: Sequence[Measure], way: Callable[..., Any] | None = None, start: int = 0) -> Generator[Columns]:
+    def run(
+        self, count: int, measures: Sequence[Measure], way: Callable[..., Any] | None = None, start: int = 0, often: bool = False
+    ) -> Generator[Columns]:
         """The measures' columns for the rows start, ..., count - 1, in order.
 
         way: what is computed of each chunk and handed to the measures, a function with the arguments of `per_sample_gradients`; None
         for the gradients, or for the norms alone where no measure asks for more.
+        often: whether gradients are contracted so often that their values are worth writing out where that takes twice the room.
         """
         self._passed += count - start
         if self._measured and self._passed >= _PREDICTED_FROM:  # one run after another: more rows than the first one knew of
@@ -189,7 +195,7 @@ class Stream:
                     if not self.automatic and not any(isinstance(later, range) for later in waiting):
                         loader.expect(reached, min(reached + self.chunk_size, count))
                     to_come = (count - chunk.start) // len(chunk) if len(chunk) == self.chunk_size else 1
-                    values = self._attempt(loader, chunk, measures, way, to_come)
+                    values = self._attempt(loader, chunk, measures, way, to_come, often)
                 if values is None:
                     size = max(1, min(self.chunk_size, (len(chunk) + 1) // 2))
                     waiting += [part_of(chunk, i, min(i + size, len(chunk))) for i in reversed(range(0, len(chunk), size))]
@@ -209,7 +215,7 @@ class Stream:
         return rows
 
     def _attempt(
-        self, loader: Loader, chunk: Chunk, measures: Sequence[Measure], way: Callable[..., Any] | None, to_come: int
+        self, loader: Loader, chunk: Chunk, measures: Sequence[Measure], way: Callable[..., Any] | None, to_come: int, often: bool
     ) -> dict[str, torch.Tensor] | None:
         """The columns of one chunk, on the CPU; None where memory ran out. The failed attempt's memory is free again on return.
 
@@ -230,6 +236,8 @@ class Stream:
                 gradients = self.replays[how](inputs, target, to_come)
             else:
                 gradients = self._bound(how)(self.params, inputs, target)
+            if often and isinstance(gradients, PerSampleGradients):
+                gradients = settled_for_many(gradients)
             values: dict[str, torch.Tensor] = {}
             for measure in measures:
                 values.update(measure.columns(gradients))
@@ -276,6 +284,8 @@ class Stream:
         else:
             self._too_large = len(rows)
             self.say(f"out of memory on {where}; trying them in halves")
+        for give_back in self.at_need:
+            give_back()
         for replay in self.replays.values():
             replay.forget()
         loader.give_back()

@@ -38,6 +38,7 @@ class Setting:
         seed: of everything that a measure draws.
         shows_inputs: whether inputs of samples, and pictures over them, may be kept (`report.include_inputs`).
         say: told what a person should know, in a sentence.
+        shared: what measures of one run make together (a mean gradient), by a name that they agree on.
     """
 
     examples: Examples
@@ -49,6 +50,7 @@ class Setting:
     seed: int = 0
     shows_inputs: bool = True
     say: Callable[[str], None] = lambda _: None
+    shared: dict[str, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.examples)

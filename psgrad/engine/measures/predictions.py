@@ -45,6 +45,12 @@ def summary_for(kind: str, ignore_index: int = -100) -> Summary | None:
     }.get(kind)
 
 
+def class_in(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the class of one sample, whether it is one): of a target that counts for none, class 0 and False."""
+    is_class = (target >= 0) & (target < output.shape[-1])
+    return target.where(is_class, 0), is_class
+
+
 def _class_summary(output: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
     if output.dim() != 1:
         return {}

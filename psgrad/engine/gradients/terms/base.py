@@ -49,6 +49,11 @@ def accumulating(x: torch.Tensor) -> torch.Tensor:
     return x.to(accumulating_dtype(x.dtype))
 
 
+def rows_of(x: torch.Tensor, samples: slice | torch.Tensor) -> torch.Tensor:
+    """x[samples]; for places, whose copy takes a third of the time so, with a kernel of its own."""
+    return x.index_select(0, samples) if isinstance(samples, torch.Tensor) and samples.dtype == torch.int64 else x[samples]
+
+
 def sum_of_products(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """[n]: the sum over all other axes of x * y.
 

@@ -19,6 +19,7 @@ from psgrad.engine.gradients.terms.base import (
     block_bytes,
     blocks,
     joined,
+    rows_of,
     square_norm,
     sum_of_products,
     sums_of_grams,
@@ -69,7 +70,9 @@ class Convolution(Term):
 
     def at(self, samples: slice | torch.Tensor, dtype: torch.dtype | None = None) -> Convolution:
         kind = dtype or self.dtype
-        return Convolution(self.cotangents[samples].to(kind), self.inputs[samples].to(kind), self.weight_shape, self.geometry)
+        return Convolution(
+            rows_of(self.cotangents, samples).to(kind), rows_of(self.inputs, samples).to(kind), self.weight_shape, self.geometry
+        )
 
     def as_product(self) -> Product:
         """The same gradient with its patches written out, [n, g, t, columns]."""

@@ -11,7 +11,7 @@ import torch
 
 from psgrad.engine.gradients.planning.costs import Cost
 from psgrad.engine.gradients.planning.machines import machine
-from psgrad.engine.gradients.terms.base import Term, accumulating, square_norm
+from psgrad.engine.gradients.terms.base import Term, accumulating, rows_of, square_norm
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Dense(Term):
         return (self.value,)
 
     def at(self, samples: slice | torch.Tensor, dtype: torch.dtype | None = None) -> Dense:
-        return replace(self, value=self.value[samples].to(dtype or self.dtype))
+        return replace(self, value=rows_of(self.value, samples).to(dtype or self.dtype))
 
     def square_norms(self) -> torch.Tensor:
         return square_norm(self.value)

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import torch
 
-from psgrad.engine.gradients.terms.base import Term, accumulating, sum_of_products, zero_where_lost
+from psgrad.engine.gradients.terms.base import Term, accumulating, rows_of, sum_of_products, zero_where_lost
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Multiples(Term):
 
     def at(self, samples: slice | torch.Tensor, dtype: torch.dtype | None = None) -> Multiples:
         kind = dtype or self.dtype
-        return Multiples(self.coefficients[samples].to(kind), self.shared.to(kind))
+        return Multiples(rows_of(self.coefficients, samples).to(kind), self.shared.to(kind))
 
     def among(self, places: torch.Tensor, count: int) -> Self:
         zeros = self.coefficients.new_zeros(count, *self._kept)

@@ -16,6 +16,7 @@ from psgrad.engine.gradients.terms.base import (
     accumulating_dtype,
     block_bytes,
     blocks,
+    rows_of,
     square_norm,
     sum_of_products,
     sums_of_grams,
@@ -40,7 +41,7 @@ class Product(Term):
         return (self.left, self.right)
 
     def at(self, samples: slice | torch.Tensor, dtype: torch.dtype | None = None) -> Product:
-        return Product(self.left[samples].to(dtype or self.dtype), self.right[samples].to(dtype or self.dtype))
+        return Product(rows_of(self.left, samples).to(dtype or self.dtype), rows_of(self.right, samples).to(dtype or self.dtype))
 
     def ways(self) -> dict[str, Cost]:
         """Gram matrices cost t*t*(a+b) a group, writing the value out t*a*b; neither is needed for one position."""

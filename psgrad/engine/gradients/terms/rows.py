@@ -10,7 +10,7 @@ import torch
 
 from psgrad.engine.gradients.planning.costs import Cost
 from psgrad.engine.gradients.planning.machines import machine
-from psgrad.engine.gradients.terms.base import Term, accumulating, accumulating_dtype, square_norm, sum_of_products
+from psgrad.engine.gradients.terms.base import Term, accumulating, accumulating_dtype, rows_of, square_norm, sum_of_products
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Rows(Term):
         return (self.rows, self.index)
 
     def at(self, samples: slice | torch.Tensor, dtype: torch.dtype | None = None) -> Rows:
-        return Rows(self.index[samples], self.rows[samples].to(dtype or self.dtype), self.count)
+        return Rows(rows_of(self.index, samples), rows_of(self.rows, samples).to(dtype or self.dtype), self.count)
 
     def _keys(self) -> torch.Tensor:
         """[n * t]: one number for each pair of sample and table row."""

@@ -9,7 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from psgrad.engine.gradients import PerSampleGradients
+from psgrad.engine.gradients.terms import accumulating
+from psgrad.engine.measures.finite import finite_rows, nan_elsewhere
 from psgrad.engine.measures.measure import Arrays, Measure, Setting
+from psgrad.engine.measures.predictions import class_in
 from psgrad.engine.measures.refusals import require_classes
 
 
@@ -29,8 +32,10 @@ class EL2N(Measure):
         require_classes(self, setting)
 
     def summary(self, output: Any, target: Any) -> Arrays:
-        probabilities = torch.softmax(output.detach(), -1)
-        return {"el2n": torch.linalg.vector_norm(probabilities - F.one_hot(target, output.shape[-1]).to(probabilities.dtype))}
+        probabilities = torch.softmax(accumulating(output.detach()), -1)
+        label, is_class = class_in(output, target)
+        distance = torch.linalg.vector_norm(probabilities - F.one_hot(label, output.shape[-1]).to(probabilities.dtype))
+        return {"el2n": distance.where(is_class, torch.nan)}
 
     def columns(self, gradients: PerSampleGradients) -> Arrays:
-        return {"el2n": gradients.aux["el2n"]}
+        return {"el2n": nan_elsewhere(gradients.aux["el2n"], finite_rows(gradients))}

@@ -1,0 +1,45 @@
+"""The logit margin: by how much the label's logit leads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from psgrad.engine.gradients import PerSampleGradients
+from psgrad.engine.gradients.terms import accumulating
+from psgrad.engine.measures.finite import finite_rows, nan_elsewhere
+from psgrad.engine.measures.measure import Arrays, Measure, Setting
+from psgrad.engine.measures.predictions import class_in
+from psgrad.engine.measures.refusals import require_classes
+
+
+@dataclass
+class Margin(Measure):
+    """The label's logit less the largest of the others. Below zero the prediction is wrong."""
+
+    name: ClassVar[str] = "margin"
+    title: ClassVar[str] = "Logit margin"
+    formula: ClassVar[str] = "z_y - max over c other than y of z_c"
+    unit: ClassVar[str] = "nats (a difference of logits)"
+    source: ClassVar[str] = (
+        "Pleiss, Zhang, Elenberg, Weinberger: Identifying Mislabeled Data using the Area Under the Margin Ranking (2020), eq. 1"
+    )
+    cost: ClassVar[str] = "nothing beside the pass: it reads the outputs"
+    meanings: ClassVar[dict[str, str]] = {
+        "margin": "how far the label's logit is above the largest other one; below zero is a wrong prediction (nats)"
+    }
+
+    def prepare(self, setting: Setting) -> None:
+        require_classes(self, setting)
+
+    def summary(self, output: Any, target: Any) -> Arrays:
+        logits = accumulating(output.detach())
+        label, is_class = class_in(output, target)
+        own = torch.arange(logits.shape[-1], device=logits.device) == label
+        margin = logits.masked_fill(~own, -torch.inf).amax(-1) - logits.masked_fill(own, -torch.inf).amax(-1)
+        return {"margin": margin.where(is_class, torch.nan)}
+
+    def columns(self, gradients: PerSampleGradients) -> Arrays:
+        return {"margin": nan_elsewhere(gradients.aux["margin"], finite_rows(gradients))}

@@ -1,0 +1,88 @@
+"""The norm of each sample's gradient beside that of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from psgrad.engine.gradients import PerSampleGradients
+from psgrad.engine.measures.finite import finite_rows, nan_elsewhere
+from psgrad.engine.measures.known.layer_norms import layers_of
+from psgrad.engine.measures.measure import Arrays, Gathered, Measure, Setting
+from psgrad.engine.measures.norms import NormDistribution
+
+_QUANTILES = {"q05": 0.05, "median": 0.5, "q95": 0.95}
+
+
+@dataclass
+class RelativeNorm(Measure):
+    """How far a step of size 1 along this sample's gradient would move the parameters, as a share of what they are.
+
+    The layers' names stand in measures.json, in the order that `relative_norm_layer` counts in, from 0 on. A layer whose parameters
+    are all zero has no relative norm. The table `parameters` has the samples' distribution for each parameter.
+    """
+
+    name: ClassVar[str] = "relative_norm"
+    title: ClassVar[str] = "Norm relative to the parameters"
+    formula: ClassVar[str] = "|g_i|_2 / |theta|_2, and for each layer m: |g_i,m|_2 / |theta_m|_2"
+    unit: ClassVar[str] = "loss per unit of parameter, per unit of parameter norm"
+    source: ClassVar[str] = "You, Gitman, Ginsburg: Large Batch Training of Convolutional Networks (2017), section 4, turned over"
+    cost: ClassVar[str] = "nothing beside the pass: the norms are there"
+    meanings: ClassVar[dict[str, str]] = {
+        "relative_norm": "norm of the gradient over the norm of all parameters (loss per squared unit of parameter)",
+        "relative_norm_largest": "the largest of the layers' relative norms (loss per squared unit of parameter)",
+        "relative_norm_layer": "which layer has it (a place in the list of layers, from 0 on)",
+    }
+
+    def prepare(self, setting: Setting) -> None:
+        params = setting.examples.params
+        squares = {name: float(value.double().square().sum()) for name, value in params.items()}
+        self._parameters = {name: square**0.5 for name, square in squares.items()}
+        self._whole = sum(squares.values()) ** 0.5
+        self._layers = layers_of(setting, "module")
+        by_layer = dict.fromkeys((name.rpartition(".")[0] for name in params), 0.0)
+        for name, square in squares.items():
+            by_layer[name.rpartition(".")[0]] += square
+        self._layer_norms = torch.tensor(list(by_layer.values()), dtype=torch.float64).sqrt()
+        self._seen = {name: NormDistribution() for name, norm in self._parameters.items() if norm}
+        self._chunk: dict[str, torch.Tensor] = {}
+
+    def columns(self, gradients: PerSampleGradients) -> Arrays:
+        finite = finite_rows(gradients)
+        by_parameter = gradients.square_norms(per="parameter")
+        self._chunk = {name: by_parameter[name][finite].sqrt() / self._parameters[name] for name in self._seen}
+        by_layer = torch.stack(list(gradients.square_norms(per="module").values()), 1).sqrt() / self._layer_norms.to(finite.device)
+        known = (self._layer_norms > 0).to(finite.device)
+        largest, layer = by_layer.masked_fill(~known, -torch.inf).max(1)
+        finite_layer = finite & known.any()
+        return {
+            "relative_norm": nan_elsewhere(gradients.square_norms().sqrt() / (self._whole or torch.nan), finite),
+            "relative_norm_largest": nan_elsewhere(largest, finite_layer),
+            "relative_norm_layer": nan_elsewhere(layer, finite_layer),
+        }
+
+    def keep(self) -> None:
+        for name, values in self._chunk.items():
+            self._seen[name].add(values.cpu())
+        self._chunk = {}
+
+    def state(self) -> Arrays:
+        return {f"{place}.{part}": value for place, each in enumerate(self._seen.values()) for part, value in each.state().items()}
+
+    def restore(self, state: Arrays) -> None:
+        for place, each in enumerate(self._seen.values()):
+            each.restore({part: state[f"{place}.{part}"] for part in each.state()})
+
+    def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
+        table: dict[str, list[Any]] = {"parameter": [], "parameter_norm": [], "mean": [], **{name: [] for name in _QUANTILES}}
+        for name, norm in self._parameters.items():
+            seen = self._seen.get(name, NormDistribution())
+            table["parameter"].append(name)
+            table["parameter_norm"].append(norm)
+            table["mean"].append(seen.mean if seen.count else torch.nan)
+            for quantile, q in _QUANTILES.items():
+                table[quantile].append(seen.quantile(q))
+        return Gathered(numbers={"layers": self._layers, "parameter_norm": self._whole}, tables={"parameters": table})

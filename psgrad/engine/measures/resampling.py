@@ -1,0 +1,39 @@
+"""Bootstrap resamples of sums over samples."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+# Samples beyond are put together at random before they are resampled: the spread of a sum is known to 1 / sqrt(2 * 4096), one percent.
+_BLOCKS = 4096
+
+
+def block_sums(values: torch.Tensor, seed: int) -> torch.Tensor:
+    """[blocks, k]: the sums of the rows [n, k] in random blocks of nearly one size; the rows themselves where they are few."""
+    n = len(values)
+    if n <= _BLOCKS:
+        return values
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
+    sums = torch.zeros(_BLOCKS, values.shape[1], dtype=values.dtype)
+    return sums.index_add_(0, torch.arange(n) % _BLOCKS, values[order])
+
+
+def resampled(sums: torch.Tensor, resamples: int, seed: int) -> torch.Tensor:
+    """[resamples, k]: for each resample the means, where the last column of the rows [blocks, k + 1] counts samples."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for start in range(0, resamples, 64):
+        drawn = torch.randint(len(sums), (min(64, resamples - start), len(sums)), generator=generator)
+        found.append(sums[drawn].sum(1))
+    total = torch.cat(found)
+    return total[:, :-1] / total[:, -1:]
+
+
+def interval(values: torch.Tensor, level: float) -> list[float | None]:
+    """The ends of the middle part of these numbers that makes up `level` of them; None for an end that is infinite."""
+    ordered = values.sort().values
+    tail = (1 - level) / 2
+    places = math.floor(tail * (len(ordered) - 1)), math.ceil((1 - tail) * (len(ordered) - 1))
+    return [float(ordered[place]) if math.isfinite(ordered[place]) else None for place in places]

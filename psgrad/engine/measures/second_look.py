@@ -1,0 +1,131 @@
+"""The second pass over the samples: answered from gradients that the first one left in memory, as far as there was room for them.
+
+Both ways look at the same chunks, so that the numbers are the same to the last bit, wherever a run was interrupted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from psgrad.engine.gradients import PerSampleGradients
+from psgrad.engine.gradients.memory import free_memory, is_out_of_memory
+from psgrad.engine.gradients.streaming import Columns, Stream, on_the_cpu
+from psgrad.engine.measures.measure import Arrays, Measure
+
+# Of the free memory, what gradients may take that wait for the second pass.
+_SHARE = 4
+
+
+class SecondLook(Measure):
+    """Goes with the measures of the first pass, keeps its gradients, and makes the second.
+
+    Args:
+        measures: those that look twice.
+        stream: of the samples' gradients. Where it was given so much memory for a chunk, no more is kept.
+    """
+
+    needs_factors = True
+
+    def __init__(self, measures: Sequence[Measure], stream: Stream) -> None:
+        self.measures, self.stream = measures, stream
+        self._kept: dict[int, PerSampleGradients] = {}  # by the chunk's first row
+        self._left: int | None = None  # bytes
+        self._chunk: PerSampleGradients | None = None
+        self._runs: list[tuple[int, int]] = []  # chunks of one size: (size, how many), in order
+        self._reached = 0
+        stream.at_need.append(self._give_back)
+
+    def columns(self, gradients: PerSampleGradients) -> Arrays:
+        self._chunk = gradients
+        return {}
+
+    def keep(self) -> None:
+        if self._chunk is None:
+            return
+        size, start = len(self._chunk), self._reached
+        last, times = self._runs[-1] if self._runs else (0, 0)
+        self._runs[-1 if last == size else len(self._runs) :] = [(size, times + 1 if last == size else 1)]
+        self._reached += size
+        if self._left is None:
+            self._left = self.stream.memory if self.stream.memory is not None else free_memory(self.stream.device) // _SHARE
+        self._left -= _bytes(self._chunk)
+        if self._left >= 0:
+            self._kept[start] = self._chunk
+        else:
+            self._left = 0  # the first ones stay
+        self._chunk = None
+
+    def state(self) -> Arrays:
+        return {"chunks": torch.tensor(self._runs, dtype=torch.int64).reshape(-1, 2)}
+
+    def restore(self, state: Arrays) -> None:
+        self._runs = [(int(size), int(times)) for size, times in state["chunks"]]
+        self._reached = sum(size * times for size, times in self._runs)
+
+    def run(self, start: int) -> Iterator[Columns]:
+        """The columns of the second pass, of the rows from `start` on. The stream's chunk size is another one afterwards."""
+        asked = [_Again(measure) for measure in self.measures]
+        for size, first, last in self._pieces(start):
+            gradients = self._kept.pop(first, None)
+            values = None if gradients is None else self._answered(gradients, asked)
+            if values is not None:
+                yield Columns(first, last, values)
+                continue
+            self.stream.fix_chunk_size(size)
+            yield from self.stream.run(last, asked, start=first, often=True)
+
+    def _pieces(self, start: int) -> Iterator[tuple[int, int, int]]:
+        """(chunk size, first row, last row + 1): chunks that are kept one by one, those in between as far as they have one size."""
+        reached = 0
+        for size, times in self._runs:
+            waiting: int | None = None
+            for first in range(reached, reached + size * times, size):
+                if first + size <= start:
+                    continue
+                if first in self._kept and first >= start:
+                    if waiting is not None:
+                        yield size, waiting, first
+                        waiting = None
+                    yield size, first, first + size
+                elif waiting is None:
+                    waiting = max(first, start)
+            reached += size * times
+            if waiting is not None:
+                yield size, waiting, reached
+
+    def _answered(self, gradients: PerSampleGradients, asked: Sequence[_Again]) -> Arrays | None:
+        """The columns of a chunk that was kept; None where memory ran out."""
+        values: Arrays = {}
+        try:
+            for measure in asked:
+                values |= measure.columns(gradients)
+            values = on_the_cpu(values)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        else:
+            for measure in asked:
+                measure.keep()
+            return values
+        self._give_back()  # outside the handler, whose traceback holds tensors
+        return None
+
+    def _give_back(self) -> None:
+        self._kept.clear()
+        self._chunk, self._left = None, 0
+
+
+class _Again:
+    """A measure in its second pass, as a stream asks it."""
+
+    def __init__(self, measure: Measure) -> None:
+        self.columns, self.keep, self.needs_factors = measure.columns_again, measure.keep, measure.needs_factors
+
+
+def _bytes(gradients: PerSampleGradients) -> int:
+    """What these gradients keep in memory: whole storages, each once, as several factors may be views of one."""
+    factors = [factor for gradient in gradients.gradients.values() for placed in gradient.terms for factor in placed.term.factors]
+    storages = [factor.untyped_storage() for factor in factors]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

@@ -1,0 +1,240 @@
+"""Sums of gradients over all samples, made once for all measures of a run that ask for them: the mean gradient, and that of each class.
+
+What belongs to one class is summed by itself, and the mean is the mean of these sums, so that asking for both costs one pass over the
+gradients of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from psgrad.engine.flat import Flat, Vectors
+from psgrad.engine.gradients import PerSampleGradients
+from psgrad.engine.gradients.memory import free_memory
+from psgrad.engine.gradients.placed import DeferredGradient, Placed
+from psgrad.engine.gradients.terms import accumulating_dtype
+from psgrad.engine.measures.finite import finite_rows
+from psgrad.engine.measures.measure import Arrays, Measure, Setting
+from psgrad.engine.measures.refusals import require_classes
+from psgrad.errors import MeasureError
+
+_TARGET = "class_of_sample"
+
+
+def shared_sums(setting: Setting, measure: Measure, by_class: bool = False) -> GradientSums:
+    """The sums of a run, which `measure` and others use together; made where it is the first to ask.
+
+    by_class: whether it asks for the mean gradient of each class. Raises MeasureError where there are no classes, or no room.
+    """
+    sums: GradientSums = setting.shared.setdefault("gradient_sums", GradientSums(setting, measure))
+    if by_class:
+        require_classes(measure, setting)
+        sums.by_class(measure, setting)
+    return sums
+
+
+class GradientSums:
+    """Sums in float64 over the samples with finite numbers, and inner products with the means that they make.
+
+    Several measures hold one; each hands it what it is told (a chunk, that a chunk is done, a state), and only the first of them is
+    heard. The state is that of the measure that made it.
+
+    Attributes:
+        groups: how many sums there are: C and one for samples of no class, or 1 where nobody asks for classes.
+        counts: [groups] int64, samples with finite numbers. squares: [parameters] float64, the sums of their squared norms.
+    """
+
+    def __init__(self, setting: Setting, owner: Measure) -> None:
+        examples = setting.examples
+        self.flat: Flat = examples.flat
+        self.device = examples.device
+        self.params = examples.params
+        self.owner, self.groups = owner, 1
+        self._sums: torch.Tensor | None = None  # [groups, p]
+        self.counts = torch.zeros(1, dtype=torch.int64)
+        self.squares = torch.zeros(len(self.flat.shapes), dtype=torch.float64)
+        self._chunk: Any = None  # the gradients last asked about, and what was found
+        self._pending: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self._means: tuple[torch.Tensor, list[Vectors]] | None = None  # [p], and each group's
+        self._dots: dict[str, torch.Tensor] = {}
+
+    def by_class(self, measure: Measure, setting: Setting) -> None:
+        """Sum each class by itself. Raises MeasureError where that takes more than half of the memory."""
+        assert setting.classes is not None
+        if self.groups > 1:
+            return
+        needed, free = 2 * setting.classes * self.flat.size * 8, free_memory(self.device)
+        if needed > free // 2:
+            raise MeasureError(
+                f"the measure {measure.name} keeps a mean gradient for each of {setting.classes} classes: "
+                f"{needed / 2**30:.1f} GiB for {self.flat.size:,} parameters, and {free / 2**30:.1f} GiB are free",
+                expected="half of the free memory at most",
+                next_step=f"take {measure.name} out of analyze.measures, or freeze parameters that need not be looked at",
+            )
+        self.groups = setting.classes + 1
+        self.counts = torch.zeros(self.groups, dtype=torch.int64)
+
+    def summary(self, target: Any) -> Arrays:
+        """What to keep of one sample, so that its class is known with its chunk."""
+        return {_TARGET: target} if self.groups > 1 else {}
+
+    # -- the first pass ----------------------------------------------------------------------------------------------------------
+
+    def add(self, gradients: PerSampleGradients) -> None:
+        """A chunk. It counts from `keep` on."""
+        if self._chunk is gradients:
+            return
+        self._forget()
+        self._chunk = gradients
+        found = torch.zeros(self.groups, self.flat.size, dtype=torch.float64, device=self.device)
+        counts = torch.zeros(self.groups, dtype=torch.int64)
+        sorted_gradients, _, groups = self._sorted(gradients)
+        for group, samples in groups:
+            counts[group] = samples.stop - samples.start
+            for name, gradient in sorted_gradients.items():
+                ones = torch.ones(samples.stop - samples.start, dtype=gradient.dtype, device=self.device)
+                found[group, self.flat.columns[name]] = gradient.at(samples).weighted_sum(ones).reshape(-1).double()
+        finite = finite_rows(gradients)
+        squares = torch.stack([each[finite].sum() for each in gradients.square_norms(per="parameter").values()])
+        self._pending = found, counts, squares
+
+    def keep(self) -> None:
+        """The chunk of `add` is done."""
+        if self._pending is not None:
+            found, counts, squares = self._pending
+            self._sums = found if self._sums is None else self._sums.add_(found)
+            self.counts = self.counts + counts
+            self.squares = self.squares + squares.cpu()
+        self._forget()
+
+    def state(self, measure: Measure) -> Arrays:
+        """All of it, for the measure that made it; nothing for others."""
+        if measure is not self.owner or self._sums is None:
+            return {}
+        return {"sums": self._sums.cpu(), "counts": self.counts, "squares": self.squares}
+
+    def restore(self, measure: Measure, state: Arrays) -> None:
+        """Go on from what `state` gave."""
+        if measure is self.owner and "sums" in state:
+            self._sums = state["sums"].clone().to(self.device)
+            self.counts, self.squares = state["counts"].clone(), state["squares"].clone()
+            self._means = None
+
+    # -- what all samples said ---------------------------------------------------------------------------------------------------
+
+    @property
+    def count(self) -> int:
+        """Samples with finite numbers."""
+        return int(self.counts.sum())
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """[p] float64, in the order of `flat`: the mean gradient; NaN where there is no sample."""
+        return self._made()[0]
+
+    @property
+    def square_means(self) -> torch.Tensor:
+        """[parameters] float64, on the CPU: the squared norm of the mean gradient in each parameter."""
+        return torch.stack([self.mean[columns].square().sum() for columns in self.flat.columns.values()]).cpu()
+
+    def square_mean(self) -> float:
+        """The squared norm of the mean gradient."""
+        return float(self.mean.square().sum())
+
+    def class_norms(self) -> torch.Tensor:
+        """[groups] float64: the norm of each class's mean gradient; NaN for a class without samples."""
+        assert self._sums is not None
+        return torch.linalg.vector_norm(self._sums, dim=1).cpu() / self.counts.where(self.counts > 0, torch.nan)
+
+    def dot(self, gradients: PerSampleGradients) -> torch.Tensor:
+        """[n] float64: the inner product of each sample's gradient with the mean gradient."""
+        return self._once(gradients, "mean", lambda: gradients.dot(self._vectors(self.mean)).double())
+
+    def class_dot(self, gradients: PerSampleGradients) -> torch.Tensor:
+        """[n] float64: the inner product of each sample's gradient with the mean gradient of its class; NaN if it is not finite, or of no
+        class."""
+        return self._once(gradients, "class", lambda: self._class_dot(gradients))
+
+    def square_distances(self, gradients: PerSampleGradients, rows: torch.Tensor) -> torch.Tensor:
+        """[k] float64: the squared distances of the gradients of these rows [k] from the mean gradient, computed in float64."""
+        total = torch.zeros(len(rows), dtype=torch.float64, device=self.device)
+        mean = {name: part[0] for name, part in self.flat.split(self.mean.unsqueeze(0)).items()}
+        for name, gradient in gradients.gradients.items():
+            wide = DeferredGradient(
+                tuple(Placed(each.term.at(rows, torch.float64), each.layout) for each in gradient.terms),
+                gradient.shape,
+                torch.float64,
+                gradient.device,
+            )
+            part = PerSampleGradients({name: wide}, total)
+            total += part.square_norms() - 2 * part.dot({name: mean[name]}) + mean[name].square().sum()
+        return total
+
+    def classes_of(self, gradients: PerSampleGradients) -> torch.Tensor:
+        """[n] int64: the samples' classes; C where a target is none (the one that is ignored)."""
+        targets: torch.Tensor = gradients.aux[_TARGET].long()
+        return targets.where((targets >= 0) & (targets < self.groups - 1), self.groups - 1)
+
+    def _class_dot(self, gradients: PerSampleGradients) -> torch.Tensor:
+        sorted_gradients, order, groups = self._sorted(gradients)
+        found = torch.full((len(gradients),), torch.nan, dtype=torch.float64, device=self.device)
+        for group, samples in groups:
+            if group == self.groups - 1:
+                continue
+            some = {name: gradient.at(samples) for name, gradient in sorted_gradients.items()}
+            part = PerSampleGradients(some, gradients.losses[: samples.stop - samples.start])
+            found[order[samples]] = part.dot(self._made()[1][group]).double()
+        return found
+
+    def _made(self) -> tuple[torch.Tensor, list[Vectors]]:
+        if self._means is None:
+            sums = self._sums
+            if sums is None:
+                sums = torch.zeros(self.groups, self.flat.size, dtype=torch.float64, device=self.device)
+            mean = sums.sum(0) / (self.count or torch.nan)
+            each = (
+                [self._vectors(one / max(int(count), 1)) for one, count in zip(sums, self.counts, strict=True)] if self.groups > 1 else []
+            )
+            self._means = mean, each
+        return self._means
+
+    def _vectors(self, flat: torch.Tensor) -> Vectors:
+        return {name: part[0].to(accumulating_dtype(self.params[name].dtype)) for name, part in self.flat.split(flat.unsqueeze(0)).items()}
+
+    def _once(self, gradients: PerSampleGradients, what: str, query: Any) -> torch.Tensor:
+        if self._chunk is not gradients:
+            self._forget()
+            self._chunk = gradients
+        if what not in self._dots:
+            self._dots[what] = query()
+        return self._dots[what]
+
+    def _forget(self) -> None:
+        self._chunk, self._pending, self._dots = None, None, {}
+
+    def _sorted(self, gradients: PerSampleGradients) -> tuple[dict[str, Any], torch.Tensor, list[tuple[int, slice]]]:
+        """(name -> gradient with its samples in the order of their classes, that order [k], each class there with its samples); those
+        that are not finite are left out."""
+        finite = finite_rows(gradients)
+        if self.groups == 1:
+            order = torch.nonzero(finite).squeeze(1)
+            groups = [(0, slice(0, len(order)))] if len(order) else []
+            if len(order) == len(gradients):
+                return gradients.gradients, order, groups
+        else:
+            classes = self.classes_of(gradients)
+            order = classes.where(finite, self.groups).argsort(stable=True)[: int(finite.sum())]
+            groups = list(_runs(classes[order].cpu()))
+        return {name: gradient.at(order) for name, gradient in gradients.gradients.items()}, order, groups
+
+
+def _runs(classes: torch.Tensor) -> Iterator[tuple[int, slice]]:
+    """Each class of sorted ones [k], with the places where it stands."""
+    values, counts = torch.unique_consecutive(classes, return_counts=True)
+    start = 0
+    for value, count in zip(values.tolist(), counts.tolist(), strict=True):
+        yield value, slice(start, start + count)
+        start += count
