@@ -14,7 +14,7 @@ from psgrad.config.mechanism import AdaptiveConfig, ClippingConfig, NoiseConfig,
 from psgrad.config.method import MethodConfig
 from psgrad.config.named import NamedSection
 from psgrad.config.privacy import OptimizerConfig, PrivacyConfig
-from psgrad.config.reading import load_config
+from psgrad.config.reading import config_from, load_config, read_config
 from psgrad.config.sampling import RELATIONS, AugmentationConfig, SamplingConfig, UnitConfig
 from psgrad.config.sections import (
     DATA_SUFFIXES,
@@ -65,7 +65,9 @@ __all__ = [
     "TrainConfig",
     "TuningConfig",
     "UnitConfig",
+    "config_from",
     "is_callable_spec",
     "load_config",
     "nearest",
+    "read_config",
 ]

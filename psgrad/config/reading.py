@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -17,24 +18,39 @@ from psgrad.errors import ConfigError
 from psgrad.yaml12 import KeyPath, parse
 
 
+class Reading(NamedTuple):
+    """What could be made of a config: all of it, or the sections that are right by themselves, and what is wrong with the rest."""
+
+    config: Config | None
+    sections: Mapping[str, Any]
+    problems: list[str]
+
+
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """The validated config of a YAML file.
 
     `overrides` are `dotted.path=value` strings, the value in YAML, applied to the file's content and validated like it. Raises
     ConfigError with every problem found, each with its file and line (or its `--set`).
     """
-    document = _read_document(path)
-    _name_in_full(document.content)
-    problems = [problem for text in overrides for problem in document.override(text)]
-    try:
-        config = Config.model_validate(document.content)
-    except ValidationError as error:
-        problems += [document.problem(details) for details in error.errors(include_url=False)]
-    if problems:
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise ConfigError("\n".join([f"the config {path} has {count}:", *(f"  {problem}" for problem in problems)]))
-    config._base = path.parent
+    return _whole(path, read_config(path, overrides))
+
+
+def config_from(content: Mapping[str, Any], base: Path = Path()) -> Config:
+    """The validated config of plain values, as the YAML file would have them; paths in it are relative to `base`.
+
+    Raises ConfigError with every problem found.
+    """
+    config = _whole(None, _read(_Document("the config", _plain(dict(content))), []))
+    config._base = base
     return config
+
+
+def read_config(path: Path, overrides: Sequence[str] = ()) -> Reading:
+    """As much of a config as there is, with its problems; see `load_config`. Raises ConfigError for a file that holds no config at all."""
+    reading = _read(_read_document(path), overrides)
+    if reading.config is not None:
+        reading.config._base = path.parent
+    return reading
 
 
 def load_gate(content: Mapping[str, Any], overrides: Sequence[str] = ()) -> GateConfig:
@@ -57,6 +73,46 @@ def load_gate(content: Mapping[str, Any], overrides: Sequence[str] = ()) -> Gate
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise ConfigError("\n".join([f"the gate has {count}:", *(f"  {problem}" for problem in problems)]))
     return gate
+
+
+def _whole(path: Path | None, reading: Reading) -> Config:
+    if reading.problems or reading.config is None:
+        count = "1 problem" if len(reading.problems) == 1 else f"{len(reading.problems)} problems"
+        of = "" if path is None else f" {path}"
+        raise ConfigError("\n".join([f"the config{of} has {count}:", *(f"  {problem}" for problem in reading.problems)]))
+    return reading.config
+
+
+def _read(document: _Document, overrides: Sequence[str]) -> Reading:
+    _name_in_full(document.content)
+    problems = [problem for text in overrides for problem in document.override(text)]
+    try:
+        config = Config.model_validate(document.content)
+    except ValidationError as error:
+        problems += [document.problem(details) for details in error.errors(include_url=False)]
+        return Reading(None, _sections_of(document.content), problems)
+    return Reading(config, {name: getattr(config, name) for name in Config.model_fields}, problems)
+
+
+def _sections_of(content: Mapping[Any, Any]) -> dict[str, Any]:
+    """The sections that can be read by themselves, and the output."""
+    found: dict[str, Any] = {}
+    for name, section in _sections(Config).items():
+        with suppress(ValidationError):
+            if name in content:
+                found[name] = section.model_validate(content[name])
+    if isinstance(content.get("output"), str):
+        found["output"] = Path(content["output"])
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """A value as YAML would have it: paths as text, tuples as lists."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
 
 
 def _name_in_full(content: dict[Any, Any]) -> None:
