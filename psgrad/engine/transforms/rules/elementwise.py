@@ -317,8 +317,16 @@ elementwise(
     x0=lambda out, g, y: lambda h: aten.sigmoid_backward(h, conj(y)),
     x1=lambda out, g, y: lambda h: conj(h) * g * conj(1 - 2 * y),
 )
+
+
+def _gelu_backward_batch(batch: Any, op: Any, g: torch.Tensor, x: torch.Tensor, **kwargs: Any) -> Any:
+    """PyTorch's kernel on CPUs (oneDNN's, single precision) does not broadcast: one operand alone may be mapped."""
+    rank = max(g.dim(), x.dim())
+    return op(*torch.broadcast_tensors(batch.aligned(g, rank), batch.aligned(x, rank)), **kwargs)
+
+
+define(aten.gelu_backward.default, batch=_gelu_backward_batch)
 for _op in (
-    aten.gelu_backward.default,
     aten.silu_backward.default,
     aten.mish_backward.default,
     aten.hardswish_backward.default,

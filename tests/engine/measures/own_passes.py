@@ -1,0 +1,44 @@
+"""Measures with passes of their own, run without a config: what they say of every row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from psgrad.engine.examples import Examples
+from psgrad.engine.measures.measure import Gathered, Measure, Setting
+from psgrad.engine.objective import Objective
+from psgrad.inputs.samples import Block
+
+
+def setting_of(model: nn.Module, loss: Callable[..., Tensor], inputs: tuple[Tensor, ...], target: Tensor | None, **facts: Any) -> Setting:
+    """What `psgrad analyze` would tell measures of these samples."""
+
+    def read(start: int, stop: int) -> Block:
+        return Block(tuple(x[start:stop] for x in inputs), None if target is None else target[start:stop])
+
+    options = {"randomness": "different" if model.training else "error"}
+    return Setting(Examples(Objective(model, loss), read, len(inputs[0]), options), **facts)
+
+
+def columns_of(measure: Measure, setting: Setting, chunk_size: int = 5, start: int = 0) -> dict[str, Tensor]:
+    """name -> [n - start]: all columns of the measure's own passes."""
+    measure.prepare(setting)
+    found: dict[str, list[Tensor]] = {}
+    for own in measure.passes():
+        reached = start
+        for part in own.run(start, chunk_size):
+            assert part.start == reached
+            reached = part.stop
+            for name, column in part.values.items():
+                found.setdefault(name, []).append(column)
+        assert reached == len(setting)
+    return {name: torch.cat(parts) for name, parts in found.items()}
+
+
+def gathered_of(measure: Measure, setting: Setting, norms: Tensor, ok: Tensor | None = None) -> Gathered:
+    """What a prepared measure gathers where the gradient norms are these."""
+    return measure.gather({"loss": norms, "grad_norm": norms, "ok": torch.isfinite(norms) if ok is None else ok})

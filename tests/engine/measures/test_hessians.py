@@ -1,0 +1,215 @@
+"""Traces and extreme eigenvalues of single samples' Hessians, beside torch.func's dense ones."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from psgrad.engine.measures.known.hessian_top_eigenvalue import HessianTopEigenvalue
+from psgrad.engine.measures.known.hessian_trace import HessianTrace
+from psgrad.engine.measures.krylov import extreme_eigenvalues
+from psgrad.engine.measures.row_passes import random_signs
+from psgrad.errors import MeasureError
+from tests.engine.measures.own_passes import columns_of, setting_of
+from tests.models import ARCHITECTURES, Architecture
+
+N = 7
+
+
+def small(dtype: torch.dtype = torch.float64) -> tuple[nn.Module, tuple[Tensor, ...], Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).to(dtype)
+    return model, (torch.randn(N, 3, dtype=dtype),), torch.arange(N) % 3
+
+
+def dense(model: nn.Module, loss: object, inputs: tuple[Tensor, ...], target: Tensor) -> Tensor:
+    """[n, p, p]: each sample's Hessian, by torch.func."""
+    params = {name: value.detach() for name, value in model.named_parameters()}
+    sizes = {name: value.numel() for name, value in params.items()}
+
+    def loss_of(params: dict[str, Tensor], inputs: tuple[Tensor, ...], target: Tensor) -> Tensor:
+        return loss(torch.func.functional_call(model, params, tuple(x[None] for x in inputs))[0], target)
+
+    rows = []
+    for sample in range(len(target)):
+        blocks = torch.func.hessian(loss_of)(params, tuple(x[sample] for x in inputs), target[sample])
+        rows.append(torch.cat([torch.cat([blocks[a][b].reshape(sizes[a], sizes[b]) for b in sizes], dim=1) for a in sizes]).detach())
+    return torch.stack(rows)
+
+
+def test_few_parameters_have_exact_traces_and_eigenvalues() -> None:
+    model, inputs, target = small()
+    setting = setting_of(model, F.cross_entropy, inputs, target)
+    hessians = dense(model, F.cross_entropy, inputs, target)
+    found = columns_of(HessianTrace(probes=64), setting) | columns_of(HessianTopEigenvalue(iterations=64), setting)
+    values = torch.linalg.eigvalsh(hessians)
+    torch.testing.assert_close(found["hessian_trace"], hessians.diagonal(dim1=1, dim2=2).sum(1), rtol=1e-10, atol=1e-12)
+    assert not found["hessian_trace_error"].any()
+    torch.testing.assert_close(found["hessian_top_eigenvalue"], values[:, -1], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(found["hessian_lowest_eigenvalue"], values[:, 0], rtol=1e-10, atol=1e-12)
+    assert (found["hessian_top_residual"] < 1e-10).all()
+
+
+def test_the_trace_is_hutchinsons_of_the_probes_that_were_drawn() -> None:
+    model, inputs, target = small()
+    measure = HessianTrace(probes=11)
+    found = columns_of(measure, setting_of(model, F.cross_entropy, inputs, target, seed=3))
+    hessians = dense(model, F.cross_entropy, inputs, target)
+    probes = random_signs(3, "hessian_trace", torch.arange(N), hessians.shape[1], 0, 11).double()
+    along = torch.einsum("kmp,kpq,kmq->km", probes, hessians, probes)
+    torch.testing.assert_close(found["hessian_trace"], along.mean(1), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(found["hessian_trace_error"], along.std(1) / math.sqrt(11), rtol=1e-10, atol=1e-12)
+
+
+def test_the_standard_error_is_how_far_estimates_are_off() -> None:
+    model, inputs, target = small()
+    inputs, target = tuple(x[:1].expand(400, -1) for x in inputs), target[:1].expand(400)
+    found = columns_of(HessianTrace(probes=24), setting_of(model, F.cross_entropy, inputs, target), chunk_size=10**6)
+    truth = dense(model, F.cross_entropy, tuple(x[:1] for x in inputs), target[:1])[0].diagonal().sum()
+    off = (found["hessian_trace"] - truth) / found["hessian_trace_error"]
+    assert abs(float(off.mean())) < 5 / math.sqrt(400)  # unbiased, but for the skew of a ratio
+    assert 0.8 < float(off.std()) < 1.3
+
+
+def test_residuals_hold_an_eigenvalue_and_values_stay_inside_the_spectrum() -> None:
+    model, inputs, target = small()
+    values = torch.linalg.eigvalsh(dense(model, F.cross_entropy, inputs, target))
+    found = columns_of(HessianTopEigenvalue(iterations=4), setting_of(model, F.cross_entropy, inputs, target))
+    for end in ("top", "lowest"):
+        value, residual = found[f"hessian_{end}_eigenvalue"], found[f"hessian_{end}_residual"]
+        assert (residual > 1e-6).any()
+        assert ((values - value[:, None]).abs().min(1).values <= residual + 1e-12).all()
+        assert (value <= values[:, -1] + 1e-12).all()
+        assert (value >= values[:, 0] - 1e-12).all()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda each: each.name)
+def test_every_architecture_has_its_curvature_along_probes(architecture: Architecture) -> None:
+    model = architecture.build()
+    inputs, target = architecture.batch(2)
+    setting = setting_of(model, architecture.loss, inputs, target)
+    found = columns_of(HessianTrace(probes=2), setting)
+    flat = setting.examples.flat
+    probes = random_signs(0, "hessian_trace", torch.arange(2), flat.size, 0, 2)
+    params = list(model.parameters())
+    for sample in range(2):
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):  # the others have no second derivative
+            output = model(*(x[sample : sample + 1] for x in inputs))[0]
+            first = torch.autograd.grad(architecture.loss(output, target[sample]), params, create_graph=True)
+        gradient, along = torch.cat([part.flatten() for part in first]), []
+        for probe in probes[sample]:
+            second = torch.autograd.grad(gradient @ probe, params, retain_graph=True)
+            along.append(torch.cat([part.flatten() for part in second]).double() @ probe.double())
+        expected = torch.stack(along)
+        torch.testing.assert_close(found["hessian_trace"][sample], expected.mean(), rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+@settings(deadline=None, max_examples=8)
+@given(chunk=st.integers(1, 40), start=st.integers(0, N - 1))
+def test_neither_chunks_nor_where_a_run_goes_on_change_the_numbers(chunk: int, start: int) -> None:
+    model, inputs, target = small()
+    setting = setting_of(model, F.cross_entropy, inputs, target)
+    for measure in (HessianTrace(probes=3), HessianTopEigenvalue(iterations=3)):
+        whole, part = columns_of(measure, setting, 10**6), columns_of(measure, setting, chunk, start)
+        for name, column in part.items():
+            torch.testing.assert_close(column, whole[name][start:], rtol=1e-10, atol=1e-12)
+
+
+def test_another_seed_draws_other_probes() -> None:
+    model, inputs, target = small()
+    one, other = (columns_of(HessianTrace(probes=3), setting_of(model, F.cross_entropy, inputs, target, seed=seed)) for seed in (0, 1))
+    assert (one["hessian_trace"] != other["hessian_trace"]).all()
+
+
+def test_rows_that_are_not_finite_are_nan_and_leave_the_others_alone() -> None:
+    model, inputs, target = small()
+    clean = setting_of(model, F.cross_entropy, inputs, target)
+    dirty = inputs[0].clone()
+    dirty[2, 1], dirty[5, 0] = math.nan, math.inf
+    for measure in (HessianTrace(probes=3), HessianTopEigenvalue(iterations=5)):
+        found, expected = columns_of(measure, setting_of(model, F.cross_entropy, (dirty,), target)), columns_of(measure, clean)
+        for name, column in found.items():
+            assert torch.isnan(column[[2, 5]]).all(), name
+            kept = [0, 1, 3, 4, 6]
+            torch.testing.assert_close(column[kept], expected[name][kept], rtol=1e-10, atol=1e-12)
+
+
+def test_a_loss_without_curvature_has_zeros() -> None:
+    model = nn.Linear(3, 1)
+    setting = setting_of(model, lambda output, target: output.sum(), (torch.randn(4, 3),), None)
+    found = columns_of(HessianTrace(probes=2), setting) | columns_of(HessianTopEigenvalue(), setting)
+    assert all(not column.any() for column in found.values())
+
+
+def test_a_krylov_space_that_ends_early_is_no_eigenvalue_zero() -> None:
+    """Two eigenvalues in all: the space ends after two steps, and zero is none of them."""
+    values = torch.tensor([[2.0, 2, 2, 5, 5, 5], [-3.0, -3, -3, -3, -1, -1]], dtype=torch.float64)
+    turn = torch.linalg.qr(torch.randn(2, 6, 6, dtype=torch.float64)).Q
+    matrices = turn @ torch.diag_embed(values) @ turn.mT
+    found = extreme_eigenvalues(lambda block: block @ matrices, torch.randn(2, 6, dtype=torch.float64), 6)
+    torch.testing.assert_close(found.lowest, values.min(1).values, rtol=1e-10, atol=0)
+    torch.testing.assert_close(found.highest, values.max(1).values, rtol=1e-10, atol=0)
+
+
+@settings(deadline=None, max_examples=10)
+@given(k=st.integers(1, 3), p=st.integers(2, 60), seed=st.integers(0, 99))
+def test_lanczos_finds_the_ends_of_any_symmetric_matrix(k: int, p: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    half = torch.randn(k, p, p, generator=generator, dtype=torch.float64)
+    matrices, starts = half + half.mT, torch.randn(k, p, generator=generator, dtype=torch.float64)
+    found, values = extreme_eigenvalues(lambda block: block @ matrices, starts, p), torch.linalg.eigvalsh(matrices)
+    torch.testing.assert_close(found.lowest, values[:, 0], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(found.highest, values[:, -1], rtol=1e-10, atol=1e-10)
+
+
+def test_single_precision_is_as_good_as_its_products() -> None:
+    model, inputs, target = small()
+    values = torch.linalg.eigvalsh(dense(model, F.cross_entropy, inputs, target))
+    single = setting_of(model.float(), F.cross_entropy, tuple(x.float() for x in inputs), target)
+    found = columns_of(HessianTopEigenvalue(iterations=30), single)
+    torch.testing.assert_close(found["hessian_top_eigenvalue"], values[:, -1], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found["hessian_lowest_eigenvalue"], values[:, 0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_without_second_derivatives_is_refused_with_the_reason() -> None:
+    class Once(torch.autograd.Function):
+        """It leaves PyTorch on the way back."""
+
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x * x
+
+        @staticmethod
+        def backward(ctx: object, cotangent: Tensor) -> Tensor:
+            return torch.from_numpy(2 * cotangent.numpy())
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Once.apply(self.layer(x))
+
+    setting = setting_of(Model(), F.cross_entropy, (torch.randn(4, 3),), torch.zeros(4, dtype=torch.int64))
+    with pytest.raises(MeasureError, match="the measure hessian_trace needs second derivatives, which can't be had of this model"):
+        columns_of(HessianTrace(), setting)
+
+
+def test_a_model_that_draws_at_random_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 3)).train()
+    setting = setting_of(model, F.cross_entropy, (torch.randn(4, 3),), torch.zeros(4, dtype=torch.int64))
+    with pytest.raises(MeasureError, match="random"):
+        columns_of(HessianTopEigenvalue(), setting)
+
+
+@pytest.mark.parametrize(("kind", "option"), [(HessianTrace, {"probes": 1}), (HessianTopEigenvalue, {"iterations": 1})])
+def test_too_few_of_them_are_refused(kind: type, option: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="expected at least 2"):
+        kind(**option)
