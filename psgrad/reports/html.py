@@ -17,21 +17,14 @@ from markupsafe import Markup
 
 from psgrad.reports.class_tables import class_pages, class_statistics, class_table, classes_shown
 from psgrad.reports.drawing import Plot
+from psgrad.reports.judgement import Judgement, findings_sentences, judgement, nonfinite_samples
 from psgrad.reports.measure_sections import MeasureSection, measure_sections
 from psgrad.reports.page import at, excerpt, facts_of, notes_of, picture_uri, plot_uri, templates, title_of
 from psgrad.reports.plots import MAX_PICTURES, PICTURE_NOTE
 from psgrad.reports.sample_table import listed_samples, sample_table
 from psgrad.reports.scatter import linked_scatter
 from psgrad.reports.tables import DataTable, Heading, TableRow
-from psgrad.reports.verdicts import (
-    finding_table,
-    findings_sentences,
-    gate_sentence,
-    gate_table,
-    has_reference,
-    nonfinite_samples,
-    outlier_facts,
-)
+from psgrad.reports.verdicts import finding_table, gate_sentence, gate_table
 from psgrad.reports.words import MISSING, brief, identifier, label, number
 from psgrad.results import AnalyzeResult, TopSample, disagrees, has_classes, top_samples
 
@@ -71,16 +64,16 @@ def render(result: AnalyzeResult, plots: Sequence[Plot], of_measures: dict[str, 
     listed = listed_samples(samples)
     statistics = class_statistics(samples) if finite and classes_shown(result) else None
     limit = at(manifest, "limit")
+    how = judgement(result)
     scatter = linked_scatter(samples, listed, result.class_names) if finite else None
     sections = measure_sections(result, of_measures or {}, FIGURES_ROOM)
     script, policy = _script()
     return templates.get_template("report.html").render(
         title=title_of(manifest, "Which training examples pull hardest?"),
-        headline=_headline(result),
+        headline=_headline(result, how),
         partial=None if limit is None else _partial_words(result),
-        referenced=has_reference(result),
-        findings=findings_sentences(samples, has_reference(result)),
-        outliers=outlier_facts(manifest),
+        how=how,
+        findings=findings_sentences(samples, how),
         gate=gate_table(result.check),
         verdict=gate_sentence(result.check),
         gate_warnings=[brief(each, 300) for each in result.check.warnings[:20]] if result.check else [],
@@ -137,15 +130,15 @@ def _card(sample: TopSample, row: dict[Any, Any], class_names: list[str] | None)
     )
 
 
-def _headline(result: AnalyzeResult) -> list[tuple[str, str]]:
+def _headline(result: AnalyzeResult, how: Judgement) -> list[tuple[str, str]]:
     """The figures at the top of the page: value, and what it is."""
     samples, manifest = result.samples, result.manifest
     ok = (samples["status"] == "ok").to_numpy()
-    what = "unlike the reference" if has_reference(result) else "in the review list"
+    what = "unlike the reference" if how.referenced else "in the review list"
     headline = [
         (f"{len(samples):,}", "samples"),
         (f"{int((samples['is_outlier_issue'].to_numpy(bool) & ok).sum()):,}", what),
-        (f"{int((~ok).sum()):,}", "not finite"),
+        (f"{nonfinite_samples(samples)[0]:,}", "not finite"),
     ]
     if at(manifest, "model", "trainable"):
         headline.append((f"{at(manifest, 'model', 'trainable'):,}", "trainable parameters"))

@@ -67,13 +67,16 @@ def norm_histogram(samples: pd.DataFrame) -> Plot:
         axes.set_xscale("log")
         axes.set_xlim(bins[0], bins[-1])
         axes.set(xlabel=NORM_AXIS, ylabel="samples per bin")
-        _mark_review(axes, norm[review])
+        begins = bool(review.any() and not review.all() and norm[review].min() >= norm[~review].max())
+        _mark_review(axes, norm[review], begins)
         axes.legend(frameon=False, loc="upper left", labelcolor=INK)
-        caption += f"Orange: the review list ({count(int(review.sum()))}), which begins at the dashed line"
+        caption += f"Orange: the review list ({count(int(review.sum()))})"
+        caption += ", which begins at the dashed line" if begins else ""
         caption += "; the ticks below are its samples. " if 0 < review.sum() <= MAX_MARKS else ". "
         alt = f"Histogram of the gradient norms of {count(len(norm))} on a log axis: {_range_words(norm)}."
         if review.any():
-            alt += f" The review list has {count(int(review.sum()))}, from {number(norm[review].min())} on."
+            reviewed_norms = f"{number(norm[review].min())} to {number(norm[review].max())}"
+            alt += f" The review list has {count(int(review.sum()))}, of norms from {reviewed_norms}."
     return Plot("norm_histogram", "Gradient norms", caption + not_drawn, figure, alt=alt)
 
 
@@ -180,10 +183,11 @@ def _range_words(values: Array) -> str:
     return f"from {number(values.min())} to {number(values.max())}, median {number(np.median(values))}"
 
 
-def _mark_review(axes: Axes, norms: Array) -> None:
+def _mark_review(axes: Axes, norms: Array, begins: bool) -> None:
     if not len(norms):
         return
-    axes.axvline(norms.min(), color=REVIEW, linewidth=1, linestyle=(0, (4, 3)))
+    if begins:
+        axes.axvline(norms.min(), color=REVIEW, linewidth=1, linestyle=(0, (4, 3)))
     if len(norms) <= MAX_MARKS:
         axes.plot(norms, np.full(len(norms), -0.02), "|", color=REVIEW, markersize=7, transform=axes.get_xaxis_transform(), clip_on=False)
 

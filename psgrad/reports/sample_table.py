@@ -34,7 +34,7 @@ KNOWN: Mapping[str, Column] = {
     "group": Column("group", "that the sample was compared within", numeric=False),
     "loss": Column("loss", "the sample's own loss (unit of the loss)"),
     "grad_norm": Column("gradient norm", "L2 norm of the sample's gradient (unit of the loss per unit of parameter)"),
-    "percentile": Column("percentile", "percentage of finite samples whose norm is not larger (%)"),
+    "percentile": Column("percentile", "percentage of samples, of its group where there are groups, that are not more suspect (%)"),
     "robust_z": Column("robust z", "distance from the median of the log norms, in robust standard deviations (no unit)"),
     "p_value": Column("p-value", "conformal: how often a sample of the reference is at least as unusual (probability)"),
     "q_value": Column("q-value", "the p-value after Benjamini and Hochberg: the false discovery rate at which it is named (share)"),
@@ -66,7 +66,10 @@ def shown_columns(result: AnalyzeResult) -> list[str]:
     there = [
         str(column)
         for column in samples
-        if column not in _NOT_SHOWN and column not in LAST and (column in ("target", "prediction") or samples[column].notna().any())
+        if column not in _NOT_SHOWN
+        and not (column == "group" and samples[column].nunique() < 2)
+        and column not in LAST
+        and (column in ("target", "prediction") or samples[column].notna().any())
     ]
     known = [column for column in KNOWN if column in there and (column != "confidence" or has_classes(samples))]
     others = [column for column in there if column not in KNOWN and pd.api.types.is_numeric_dtype(samples[column])]

@@ -92,7 +92,8 @@ def drawable(samples: pd.DataFrame, positive: list[str]) -> tuple[pd.DataFrame, 
     missing = [
         f"{count:,} {what}"
         for count, what in (
-            (len(samples) - len(finite), "with a loss or gradient that is not finite"),
+            (int((samples["status"] == "nonfinite").sum()), "with a loss or gradient that is not finite"),
+            (int((samples["status"] == "skipped").sum()), "that could not be judged"),
             (len(finite) - len(drawn), f"with a {' or '.join(_SHORT[column] for column in positive)} of exactly zero"),
         )
         if count

@@ -1,64 +1,15 @@
-"""What the page says of outliers and gates: how samples were judged, what was found, and whether it may pass."""
+"""What the page says of the gate: its verdict, rule by rule, and the findings behind it."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any
 
-import pandas as pd
-
-from psgrad.reports.measure_words import flat_words
-from psgrad.reports.page import FACT_LIMIT, at
+from psgrad.reports.page import FACT_LIMIT
 from psgrad.reports.tables import DataTable, Heading, TableRow
-from psgrad.reports.words import brief, count, identifier, number
-from psgrad.results import AnalyzeResult, disagrees, has_classes
+from psgrad.reports.words import brief, identifier, number
 from psgrad.results.findings import RULES, CheckResult
 
 MAX_FINDINGS = 100
-MAX_FACTS = 40
-MAX_NAMED = 20
-
-
-def findings_sentences(samples: pd.DataFrame, referenced: bool) -> list[str]:
-    """Plain sentences about those that are listed, with what speaks for it and what against."""
-    finite = samples[(samples["status"] == "ok").to_numpy()]
-    listed = finite[finite["is_outlier_issue"].to_numpy(bool)]
-    found = []
-    if len(listed):
-        ranks = finite["loss"].rank(ascending=False, method="first")
-        also_by_loss = int((ranks[listed.index] <= len(listed)).sum())
-        what = "Unlike the reference:" if referenced else "The review list has"
-        found.append(f"{what} {count(len(listed))}; {also_by_loss:,} of them are also among the {len(listed):,} largest by loss.")
-        if has_classes(samples) and "prediction" in samples:
-            wrong = disagrees(finite)
-            found.append(
-                f"The model's prediction differs from the label for {int(wrong[listed.index].sum()):,} of them, "
-                f"and for {int(wrong.sum()):,} of all {count(len(finite))} that are finite."
-            )
-    elif referenced and len(finite):
-        found.append("No sample is unlike the reference at the false discovery rate that was asked for.")
-    zero = int((finite["grad_norm"] == 0).sum())
-    if zero and (len(listed) or referenced):
-        found.append(f"Gradients of exactly zero: {count(zero)}. They would not move the model at all.")
-    return found
-
-
-def nonfinite_samples(samples: pd.DataFrame) -> tuple[int, list[str]]:
-    """How many samples are not finite, and the first of them."""
-    bad = samples.loc[(samples["status"] != "ok").to_numpy(), "id"]
-    return len(bad), [identifier(each) for each in bad.head(MAX_NAMED)]
-
-
-def has_reference(result: AnalyzeResult) -> bool:
-    """Whether samples were judged against trusted ones."""
-    return "q_value" in result.samples and bool(result.samples["q_value"].notna().any())
-
-
-def outlier_facts(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """How samples were judged, as the manifest tells it."""
-    facts = at(dict(manifest), "outliers")
-    return flat_words(facts, FACT_LIMIT)[:MAX_FACTS] if isinstance(facts, dict) else []
 
 
 def gate_table(check: CheckResult | None) -> DataTable | None:
