@@ -11,8 +11,8 @@ Each round draws the digits anew and trains the network of configs/digits by its
     only the reference   the reference and 700 other sound digits: sound digits that are judged look worse than it
 
 In the last two reference and samples are not exchangeable. A share of the judged labels is flipped, and each rule says whom it flags.
-`flagged` is the share of the judged, `fdr` the mean share of sound digits among the flagged (0 where none is), `precision` the mean over
-the rounds that flagged any.
+`flagged` is the share of the judged, `fdr` the mean share of sound digits among the flagged (0 where none is), `worst` the largest of them,
+`precision` the mean over the rounds that flagged any.
 """
 
 from __future__ import annotations
@@ -137,9 +137,11 @@ def summary(rounds: list[tuple[float, float | None, float | None]]) -> dict[str,
     """Means over the rounds."""
     precisions = [precision for _, precision, _ in rounds if precision is not None]
     recalls = [recall for *_, recall in rounds if recall is not None]
+    false = [0.0 if precision is None else 1 - precision for _, precision, _ in rounds]
     return {
         "flagged": float(np.mean([flagged for flagged, *_ in rounds])),
-        "fdr": float(np.mean([0.0 if precision is None else 1 - precision for _, precision, _ in rounds])),
+        "fdr": float(np.mean(false)),
+        "worst": max(false),
         "precision": float(np.mean(precisions)) if precisions else None,
         "recall": float(np.mean(recalls)) if recalls else None,
     }
@@ -160,12 +162,12 @@ def main(words: list[str] | None = None) -> None:
         content["sizes"][setting] = {"trusted": trusted, "judged": len(load_digits().target) - only_trained - trusted}
         for share in SHARES if setting.startswith("both") else SHARES[:2]:
             rounds = [one_round(setting, share, number) for number in range(arguments.rounds)]
-            print(f"\n{setting}, {share:.0%} flipped\n  {'':<26}{'flagged':>9}{'FDR':>7}{'precision':>11}{'recall':>8}")
+            print(f"\n{setting}, {share:.0%} flipped\n  {'':<26}{'flagged':>9}{'FDR':>7}{'worst':>7}{'precision':>11}{'recall':>8}")
             for rule in rounds[0]:
                 said = summary([each[rule] for each in rounds])
                 content["found"].setdefault(setting, {}).setdefault(f"{share:g}", {})[rule] = said
                 shown = ["-" if value is None else f"{value:.3f}" for value in said.values()]
-                print(f"  {rule:<26}{shown[0]:>9}{shown[1]:>7}{shown[2]:>11}{shown[3]:>8}", flush=True)
+                print(f"  {rule:<26}{shown[0]:>9}{shown[1]:>7}{shown[2]:>7}{shown[3]:>11}{shown[4]:>8}", flush=True)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
