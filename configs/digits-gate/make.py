@@ -2,8 +2,8 @@
 
     python configs/digits-gate/make.py
 
-reads `../digits/digits.npz` and `../digits/flipped.json`, and writes beside itself `checked.npz` (600 digits that were not flipped, drawn at
-random) and `unchecked.npz` (all others, the flipped ones among them), with the columns of digits.npz. The network of ../digits has been
+reads `../digits/digits.npz` and `../digits/flipped.json`, and writes beside itself `checked.npz` (600 digits that were not flipped, drawn
+at random) and `unchecked.npz` (all others, the flipped ones among them), with the columns of digits.npz. The network of ../digits has been
 trained on both, so that sound digits of the one are like those of the other. The files come out the same everywhere.
 """
 
