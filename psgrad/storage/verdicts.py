@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ import pyarrow.parquet as pq
 
 from psgrad.errors import DataError
 from psgrad.results import CheckResult, Finding, GateOutcome, Location
+from psgrad.results.records import check_record, finding_record
 from psgrad.storage.folders import RunFolder
 
 FINDINGS = "findings.jsonl"
@@ -77,26 +77,6 @@ def read_check(folder: Path) -> CheckResult | None:
             expected=f"{CHECK} and {FINDINGS} as psgrad wrote them",
             next_step=f"psgrad check {folder} writes them again",
         ) from error
-
-
-def check_record(result: CheckResult) -> dict[str, Any]:
-    """A verdict without its findings, as plain values."""
-    return {
-        "version": 1,
-        "run": result.run,
-        "samples": result.samples,
-        "exit_code": result.exit_code,
-        "outcomes": [dataclasses.asdict(outcome) for outcome in result.outcomes],
-        "warnings": list(result.warnings),
-        "facts": dict(result.facts),
-    }
-
-
-def finding_record(finding: Finding) -> dict[str, Any]:
-    """A finding as a line of findings.jsonl, as plain values."""
-    found = {field.name: getattr(finding, field.name) for field in dataclasses.fields(finding)}
-    location = {"path": finding.location.path, "line": finding.location.line}
-    return {**found, "location": location, "reasons": list(finding.reasons), "values": dict(finding.values)}
 
 
 def _finding(record: dict[str, Any]) -> Finding:

@@ -1,0 +1,47 @@
+"""`psgrad baseline save`: accept what a run has found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from psgrad.cli.boundary import boundary
+from psgrad.cli.check import Run
+from psgrad.cli.options import Debug
+
+if TYPE_CHECKING:
+    from psgrad.results.baseline import BaselineChange
+
+BaselinePath = Annotated[Path, typer.Option("--output", metavar="FILE", help="The baseline: a new file, or the one that is to shrink.")]
+Grow = Annotated[bool, typer.Option("--grow", help="Also take new findings into a baseline that is there, and the scores of this run.")]
+
+
+def baseline_save(run: Run, output: BaselinePath = Path("psgrad-baseline.json"), grow: Grow = False, debug: Debug = False) -> None:
+    """Accept what a finished run has found, so that later gates count only what is new; keep its scores to judge later samples by.
+
+    A baseline that is there only shrinks: entries that are gone are dropped, and new findings are refused unless --grow is given.
+    Prints the path of the file.
+    """
+    with boundary(debug):
+        from psgrad.workflows.checking import save_baseline
+
+        change = save_baseline(run, output=output, grow=grow)
+        for line in _words(change):
+            typer.echo(line, err=True)
+        typer.echo(change.path)
+
+
+def _words(change: BaselineChange) -> list[str]:
+    from psgrad.reports.words import count
+
+    held = count(len(change.baseline.findings), "accepted finding")
+    lines = [f"{held}: {change.taken:,} taken in, {change.dropped:,} dropped as they are gone"]
+    if change.refused:
+        lines.append(
+            f"{count(change.refused, 'new finding')} refused: a baseline only shrinks, and these go on to count; --grow takes them in"
+        )
+    if change.reference_kept:
+        lines.append("the scores to judge by are those that it had; --grow takes those of this run")
+    return lines

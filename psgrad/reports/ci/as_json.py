@@ -1,0 +1,14 @@
+"""One JSON object: check.json with the findings in it. ASCII alone, so that no text in it can be anything but text."""
+
+from __future__ import annotations
+
+import json
+
+from psgrad.results import CheckResult
+from psgrad.results.records import check_record, finding_record
+
+
+def render(result: CheckResult) -> str:
+    """All of a verdict, with every finding that is kept."""
+    content = {**check_record(result), "findings": [finding_record(finding) for finding in result.findings]}
+    return json.dumps(content, indent=2, allow_nan=False) + "\n"
