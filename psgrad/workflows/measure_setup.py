@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,12 @@ from psgrad.config import Config, MeasureConfig, is_callable_spec, nearest
 from psgrad.config.reading import explain
 from psgrad.engine.examples import Examples
 from psgrad.engine.measures.known import known_measures
-from psgrad.engine.measures.measure import Measure, Moment, Setting
+from psgrad.engine.measures.measure import Measure, Setting
 from psgrad.engine.measures.norms import GradientNorms
 from psgrad.engine.measures.predictions import Predictions, summary_for
-from psgrad.engine.objective import Objective
 from psgrad.errors import ConfigError
 from psgrad.inputs.imports import resolve
-from psgrad.inputs.models import load_model
+from psgrad.workflows.moments import moments_of
 from psgrad.workflows.setup import Setup
 
 
@@ -73,7 +71,7 @@ def prepare(run: Setup, measures: list[Measure], count: int, say: Callable[[str]
         targets=torch.as_tensor(targets[:count]) if targets is not None and targets.dtype.kind == "i" else None,
         classes=run.reader.classes,
         ignore_index=run.criterion.ignore_index,
-        moments=_moments(run),
+        moments=moments_of(run),
         seed=run.config.analyze.seed,
         shows_inputs=run.config.report.include_inputs,
         say=say,
@@ -82,16 +80,6 @@ def prepare(run: Setup, measures: list[Measure], count: int, say: Callable[[str]
         measure.prepare(setting)
     run.objective.summary = lambda output, target: {key: value for each in every for key, value in each.summary(output, target).items()}
     return setting, every
-
-
-def _moments(run: Setup) -> list[Moment]:
-    """The checkpoints of the config, each loaded when it is asked for."""
-
-    def objective(path: Path) -> Objective:
-        loaded = load_model(run.config.model.model_copy(update={"checkpoint": path}), run.config.base, None)
-        return Objective(loaded.model.to(run.device, run.dtype), run.criterion.function, autocast=run.objective.autocast)
-
-    return [Moment(str(path), partial(objective, path)) for path in run.config.analyze.checkpoints or []]
 
 
 def _kind(name: str, base: Path) -> type[Measure]:

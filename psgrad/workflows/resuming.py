@@ -11,6 +11,7 @@ import torch
 from psgrad.errors import ConfigError
 from psgrad.inputs.imports import source_digest
 from psgrad.storage.folders import RunFolder, manifest_of
+from psgrad.workflows.moments import checkpoints_sha256
 from psgrad.workflows.setup import Setup
 
 # What of a config decides the numbers of a row. The rest (gates, the report, who is an outlier) is worked out anew when all rows are there.
@@ -30,6 +31,7 @@ def identity(run: Setup, count: int) -> dict[str, Any]:
         **_flat(found),
         "rows": count,
         "model.checkpoint (its content)": run.loaded.sha256,
+        "analyze.checkpoints (their content)": checkpoints_sha256(run),
         "data (its content)": run.samples.fingerprint,
         **{f"code of {spec}": source_digest(spec, base) for spec in specs if spec and ":" in spec},
         "the device that computes": run.device.type,
