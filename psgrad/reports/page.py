@@ -30,12 +30,12 @@ templates.filters["number"] = number
 
 def picture_uri(sample: TopSample, side: int) -> str | None:
     """A sample's picture, no side longer than `side` pixels; None where it is none."""
-    return None if sample.image is None else _uri("image/png", to_png(thumbnail(sample.image, side)))
+    return None if sample.image is None else data_uri("image/png", to_png(thumbnail(sample.image, side)))
 
 
 def plot_uri(plot: Plot) -> str:
     """A figure, closed as an image: nothing inside it reaches the page."""
-    return _uri("image/svg+xml", plot.adaptive_svg()) if plot.vector else _uri("image/png", plot.png(dpi=130))
+    return data_uri("image/svg+xml", plot.adaptive_svg()) if plot.vector else data_uri("image/png", plot.png(dpi=130))
 
 
 def excerpt(text: str | None) -> str | None:
@@ -108,5 +108,6 @@ def at(content: Any, *keys: str) -> Any:
     return content
 
 
-def _uri(kind: str, data: bytes) -> str:
+def data_uri(kind: str, data: bytes) -> str:
+    """Bytes of a file, to stand where a page names one."""
     return f"data:{kind};base64,{base64.b64encode(data).decode('ascii')}"
