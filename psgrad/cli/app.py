@@ -19,6 +19,7 @@ from psgrad.cli.ops import ops
 from psgrad.cli.plan import plan
 from psgrad.cli.report import report
 from psgrad.cli.schema import schema
+from psgrad.cli.validate import validate
 
 
 class _Commands(TyperGroup):
@@ -44,6 +45,7 @@ app = typer.Typer(
 BEGIN, QUALITY, INFLUENCE, PRIVACY, INSIDE = "Begin", "Data quality", "Influence", "Private training", "Inside"
 
 app.command(rich_help_panel=BEGIN)(init)
+app.command(rich_help_panel=BEGIN)(validate)
 app.command(rich_help_panel=BEGIN)(schema)
 app.command(rich_help_panel=QUALITY)(analyze)
 app.command(rich_help_panel=QUALITY)(report)

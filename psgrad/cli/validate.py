@@ -1,0 +1,58 @@
+"""`psgrad validate`: everything that can be wrong with a config, before it is run."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from psgrad.cli.boundary import boundary
+from psgrad.cli.options import AsJson, ConfigPath, Debug, Output, Settings, settings_of
+
+if TYPE_CHECKING:
+    from psgrad.workflows.validating import Validation
+
+Deep = Annotated[bool, typer.Option("--deep", help="Also load model and data, and take a few rows through loss and gradients.")]
+
+
+def validate(
+    config: ConfigPath,
+    deep: Deep = False,
+    output: Output = None,
+    settings: Settings = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Tell everything that is wrong with a config and the files that it names, all at once, without running it.
+
+    Reads headers only: columns, types and lengths of the data, the tensors of checkpoints; looks for the code that the config names, but
+    does not import it. Exit code 2 where the config is wrong, 3 where it is what the config names.
+    """
+    with boundary(debug):
+        from psgrad.workflows.validating import as_record
+        from psgrad.workflows.validating import validate as look
+
+        found = look(config, settings_of(settings, output), deep=deep, say=lambda message: typer.echo(message, err=True))
+        if as_json:
+            typer.echo(json.dumps(as_record(found), indent=2, ensure_ascii=False))
+        else:
+            _show(found)
+        raise typer.Exit(found.exit_code)
+
+
+def _show(found: Validation) -> None:
+    from psgrad.reports.words import printable
+
+    for about, words in found.facts.items():
+        typer.echo(printable(f"{about}: {words}"))
+    for note in found.notes:
+        typer.echo(printable(f"note: {note}"), err=True)
+    if not found.problems:
+        typer.echo(printable(f"{found.config}: no problems found"))
+        return
+    count = "1 problem" if len(found.problems) == 1 else f"{len(found.problems)} problems"
+    typer.echo(printable(f"error: the config {found.config} has {count}:"), err=True)
+    for problem in found.problems:
+        where = f"{problem.where}: " if problem.where else ""
+        typer.echo(printable(f"  {where}{problem.error}".replace("\n", "\n  "), keep="\n\t"), err=True)
