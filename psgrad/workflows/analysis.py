@@ -73,8 +73,9 @@ def analyze(
         passes = Passes(setting, stream, every, about_rows(run), folder, progress)
         with clock("gradients"):
             measured = passes.run()
+            judging.measure(folder, progress)
         with clock("tables"):
-            judged = judging.judge(measured, folder, progress)
+            judged = judging.judge(measured)
             frame, facts["outliers"] = judged.frame, judged.facts
             norms = next(each for each in every if isinstance(each, GradientNorms))
             parameters = parameter_table(norms, run.objective.params)

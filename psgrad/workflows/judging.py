@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +15,7 @@ from psgrad.engine.measures.measure import Measure
 from psgrad.engine.objective import Objective
 from psgrad.errors import ConfigError, DataError
 from psgrad.inputs.data import load_data
+from psgrad.quality.baselines import read_baseline
 from psgrad.quality.detectors import detector_from
 from psgrad.quality.judging import Judged, judge
 from psgrad.quality.references import Reference, measured_as, read_reference, reference_of, require_comparable
@@ -64,12 +63,17 @@ class Judging:
         described = source.data.model_dump(mode="json", exclude={"class_names"})
         return {"reference": described, "reference (its content)": self._trusted.samples.fingerprint, "score": self._outliers.score}
 
-    def judge(self, measured: Measured, folder: RunFolder, say: Say) -> Judged:
-        """The verdict on what was measured; a dataset as the reference is measured first."""
+    def measure(self, folder: RunFolder, say: Say) -> None:
+        """Measure the dataset that is the reference, where one is. What is finished is kept in the run's folder, as its own rows are."""
+        if self._trusted is not None:
+            self._found = self._measure(self._trusted, folder, say)
+
+    def judge(self, measured: Measured) -> Judged:
+        """The verdict on what was measured."""
         frame = measured.table
         if self._of_data is not None and self._units is not None:
             frame = frame.assign(**{self._of_data: self._units[: len(frame)]})
-        reference = self._found if self._trusted is None else self._measure(self._trusted, folder, say)
+        reference = self._found
         if reference is not None and any(each.looks_twice and self._outliers.score in each.meanings for each in self._measures):
             said = f"{self._outliers.score} of a sample depends on the other samples of its run: it is not quite the same score in two runs"
             reference = replace(reference, caveats=(*reference.caveats, said))
@@ -88,7 +92,13 @@ class Judging:
             return None
         ours = measured_as(_described(self._run))
         if source.baseline is not None:
-            saved = _saved(base / source.baseline)
+            saved = read_baseline(base / source.baseline).reference
+            if saved is None:
+                raise DataError(
+                    f"the baseline {source.baseline} holds no scores, by which others could be judged",
+                    expected="a baseline of a finished psgrad analyze",
+                    next_step="save the baseline again",
+                )
             caveats = require_comparable(ours, saved.get("measured_as", {}), outliers.score, str(source.baseline))
             found = read_reference(saved, str(source.baseline), outliers.score, outliers.group_by)
         else:
@@ -161,20 +171,3 @@ def _described(run: Setup) -> dict[str, Any]:
 
 def _source_of(config: DataConfig) -> str:
     return str(config.path or config.factory)
-
-
-def _saved(path: Path) -> dict[str, Any]:
-    """What a baseline holds as a reference. Raises DataError."""
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"the baseline {path} can't be read: {next(iter(str(error).splitlines()), type(error).__name__)}",
-            expected="a file that psgrad baseline save wrote",
-        ) from error
-    saved = content.get("reference") if isinstance(content, dict) else None
-    if not isinstance(saved, dict):
-        raise DataError(
-            f"{path} holds no reference", expected="a file that psgrad baseline save wrote", next_step="save the baseline again"
-        )
-    return saved
