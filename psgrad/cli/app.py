@@ -11,6 +11,7 @@ from psgrad import __version__
 from psgrad.cli.analyze import analyze
 from psgrad.cli.baseline import baseline_save
 from psgrad.cli.check import check
+from psgrad.cli.diff import diff
 from psgrad.cli.dp_audit import dp_audit
 from psgrad.cli.dp_step import dp_step
 from psgrad.cli.influence import influence, influence_index
@@ -51,6 +52,7 @@ app.command(rich_help_panel=QUALITY)(analyze)
 app.command(rich_help_panel=QUALITY)(report)
 app.command(rich_help_panel=QUALITY)(check)
 app.command("baseline save", rich_help_panel=QUALITY)(baseline_save)
+app.command(rich_help_panel=QUALITY)(diff)
 app.command(rich_help_panel=INFLUENCE)(influence)
 app.command("influence index", rich_help_panel=INFLUENCE)(influence_index)
 app.command("dp-step", rich_help_panel=PRIVACY)(dp_step)

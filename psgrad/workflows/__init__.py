@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from psgrad.workflows.analysis import analyze
     from psgrad.workflows.auditing import dp_audit
+    from psgrad.workflows.checking import check, save_baseline
+    from psgrad.workflows.comparing import diff
     from psgrad.workflows.foretelling import plan
     from psgrad.workflows.influence_evaluation import evaluate_influence
     from psgrad.workflows.influence_indexing import influence_index
@@ -19,10 +21,25 @@ if TYPE_CHECKING:
     from psgrad.workflows.private_training import dp_step
     from psgrad.workflows.reporting import report
 
-__all__ = ["analyze", "dp_audit", "dp_plan", "dp_step", "evaluate_influence", "influence", "influence_index", "plan", "report"]
+__all__ = [
+    "analyze",
+    "check",
+    "diff",
+    "dp_audit",
+    "dp_plan",
+    "dp_step",
+    "evaluate_influence",
+    "influence",
+    "influence_index",
+    "plan",
+    "report",
+    "save_baseline",
+]
 
 _MODULES = {
     "analyze": "analysis",
+    "check": "checking",
+    "diff": "comparing",
     "dp_audit": "auditing",
     "dp_plan": "private_planning",
     "dp_step": "private_training",
@@ -31,6 +48,7 @@ _MODULES = {
     "influence_index": "influence_indexing",
     "plan": "foretelling",
     "report": "reporting",
+    "save_baseline": "checking",
 }
 
 

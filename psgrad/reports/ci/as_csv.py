@@ -17,15 +17,15 @@ def render(result: CheckResult) -> str:
     numbers = list(dict.fromkeys(column for finding in result.findings for column in finding.values))
     lines = io.StringIO()
     writer = csv.writer(lines, lineterminator="\n")
-    writer.writerow([*_COLUMNS, *map(_cell, numbers)])
+    writer.writerow([*_COLUMNS, *map(cell, numbers)])
     for finding in result.findings:
         texts = (finding.rule, finding.level, finding.state, finding.id, finding.index, finding.location.path, finding.location.line)
         rest = (finding.fingerprint, finding.message, "; ".join(finding.reasons), finding.group, finding.ignored_because)
-        writer.writerow([*map(_cell, (*texts, *rest)), *(_number(finding.values.get(column)) for column in numbers)])
+        writer.writerow([*map(cell, (*texts, *rest)), *(_number(finding.values.get(column)) for column in numbers)])
     return lines.getvalue()
 
 
-def _cell(value: object) -> object:
+def cell(value: object) -> object:
     if value is None or isinstance(value, int):
         return value
     text = clean(str(value), 1000)

@@ -12,11 +12,11 @@ _KEPT = frozenset(" ;=")  # beside letters and digits: no sign of Markdown is ma
 
 def render(result: CheckResult, limit: int = _COMMENT) -> str:
     """The outcomes and the first new findings, as many as there is room for in so many bytes."""
-    lines = [f"### psgrad: {_plain(headline(result))}", "", "| gate | verdict | |", "| --- | --- | --- |"]
-    lines += [f"| {_plain(each.rule)} | {VERDICTS[each.outcome]} | {_plain(clean(each.message))} |" for each in result.outcomes]
-    lines += ["", *(f"- warning: {_plain(clean(warning))}" for warning in result.warnings[:SHOWN]), ""]
+    lines = [f"### psgrad: {plain(headline(result))}", "", "| gate | verdict | |", "| --- | --- | --- |"]
+    lines += [f"| {plain(each.rule)} | {VERDICTS[each.outcome]} | {plain(clean(each.message))} |" for each in result.outcomes]
+    lines += ["", *(f"- warning: {plain(clean(warning))}" for warning in result.warnings[:SHOWN]), ""]
     new = counting(result.findings)
-    rows = [f"| {each.level} | {_plain(each.rule)} | {_code(place(each))} | {_code(sentence(each))} |" for each in new[:SHOWN]]
+    rows = [f"| {each.level} | {plain(each.rule)} | {code(place(each))} | {code(sentence(each))} |" for each in new[:SHOWN]]
     table = ["| level | rule | where | finding |", "| --- | --- | --- | --- |"] if rows else []
     left = limit - sum(len(line.encode()) + 1 for line in (*lines, *table)) - 200
     taken = 0
@@ -28,11 +28,11 @@ def render(result: CheckResult, limit: int = _COMMENT) -> str:
     return text if len(text.encode()) <= limit else ""
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """The text as text: every sign that Markdown or HTML may take for more than itself is written by its number."""
     return "".join(letter if letter.isalnum() or letter in _KEPT else f"&#{ord(letter)};" for letter in text)
 
 
-def _code(text: str) -> str:
+def code(text: str) -> str:
     # In code nobody is mentioned, and nothing is linked.
-    return f"<code>{_plain(text)}</code>"
+    return f"<code>{plain(text)}</code>"

@@ -1,0 +1,70 @@
+"""`psgrad diff`: what changed between two runs."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from psgrad.cli.boundary import boundary
+from psgrad.cli.check import write_text
+from psgrad.cli.options import Debug
+
+if TYPE_CHECKING:
+    from psgrad.results.comparison import Comparison
+
+
+class DiffFormat(StrEnum):
+    terminal = "terminal"
+    json = "json"
+    csv = "csv"
+    markdown = "markdown"
+
+
+RunA = Annotated[Path, typer.Argument(metavar="A", help="The folder of a finished psgrad analyze: the earlier run.", show_default=False)]
+RunB = Annotated[Path, typer.Argument(metavar="B", help="The folder of the later run.", show_default=False)]
+Top = Annotated[int, typer.Option("--top", metavar="N", min=1, help="How many samples of each change are named.")]
+AFormat = Annotated[DiffFormat, typer.Option("--format", help="How the comparison is written.")]
+ToFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--output", metavar="FILE", help="Write it to a file: .html is the page, .png and .svg the plot, any other the format's text."
+    ),
+]
+
+
+def diff(a: RunA, b: RunB, top: Top = 20, style: AFormat = DiffFormat.terminal, output: ToFile = None, debug: Debug = False) -> None:
+    """Compare two finished runs: which samples came, went, rose and fell, and how alike the two rankings are.
+
+    Samples are matched by their id where the config names one, else by their content. Needs neither the model nor the data.
+    """
+    with boundary(debug):
+        from psgrad.workflows.comparing import diff as compared
+
+        result = compared(a, b, top=top)
+        suffix = "" if output is None else output.suffix.lower()
+        if output is not None and suffix in (".html", ".png", ".svg"):
+            _draw(result, output, suffix)
+        else:
+            from psgrad.reports.comparison import render_comparison
+
+            write_text(render_comparison(result, style.value), output)
+        if output is not None:
+            from psgrad.reports.comparison import sentences
+
+            for line in sentences(result):
+                typer.echo(line, err=True)
+
+
+def _draw(result: Comparison, output: Path, suffix: str) -> None:
+    from psgrad.reports.comparison_page import draw_comparison, render_page
+    from psgrad.storage import RunFolder
+
+    if suffix == ".html":
+        data = render_page(result).encode("utf-8", "replace")
+    else:
+        plot = draw_comparison(result)
+        data = plot.png() if suffix == ".png" else plot.svg()
+    RunFolder(output.parent).write_bytes(output.name, data)
