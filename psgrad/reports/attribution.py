@@ -1,0 +1,144 @@
+"""What samples owe to the parts of their inputs, for a page: overlays on pictures, and highlighted tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from psgrad.reports.attribution_colours import overlaid, scale_of
+from psgrad.reports.attribution_text import Passage, spans_of
+from psgrad.reports.page import data_uri, picture_uri
+from psgrad.reports.pictures import to_png, to_rgb
+from psgrad.reports.words import identifier, number
+from psgrad.results import AnalyzeResult, MeasureResult, TopSample
+
+Array = np.ndarray[Any, Any]
+
+# In the order of a page; and of those, the ones whose parts add up to a whole.
+MEASURES = ("input_gradient", "gradient_x_input", "integrated_gradients", "smooth_grad")
+ADDITIVE = ("gradient_x_input", "integrated_gradients")
+
+# With pictures of noise these are some 0.4 MB of a page.
+MAX_CARDS = 6
+PICTURE_SIDE = 96
+_COLOURS = 64
+
+ATTRIBUTION_NOTE = (
+    "Which parts of the input the loss (or the logit that was asked for) depends on. Orange raises it, blue lowers it; the colour is full "
+    "at the largest magnitude in the sample, which stands beside it, so shades compare parts of one sample, not samples. Channels of a "
+    "picture are added up. For tokens, gradients are shown by their size alone, which has no sign. A strong colour says what the model "
+    "looks at, not whether it is right to."
+)
+
+
+@dataclass(frozen=True)
+class Overlay:
+    """A picture under one measure's colours. uri: a small PNG. scale: what full colour is, with its unit."""
+
+    measure: str
+    title: str
+    uri: str
+    alt: str
+    scale: str
+
+
+@dataclass(frozen=True)
+class AttributionCard:
+    """One sample under all measures of attribution. rank: of its gradient norm. picture: the plain input, a data URI; None for text."""
+
+    id: str
+    rank: str
+    picture: str | None
+    overlays: list[Overlay]
+    passages: list[Passage]
+
+
+def attribution_cards(result: AnalyzeResult) -> list[AttributionCard]:
+    """The first samples by gradient norm whose maps were kept; none where inputs are not to be shown, and their maps were not kept."""
+    measures = attribution_measures(result)
+    cards = []
+    for row in shown_rows(measures)[:MAX_CARDS]:
+        shown = input_of(result, row)
+        overlays = [overlay for measure in measures if (overlay := _overlay(measure, row, shown)) is not None]
+        passages = [passage for measure in measures for passage in passages_of(measure, row, shown)]
+        if overlays or passages:
+            rank = result.samples["rank"].iloc[row]
+            picture = picture_uri(shown, PICTURE_SIDE) if overlays else None
+            cards.append(AttributionCard(identifier(shown.id), str(rank), picture, overlays, passages))
+    return cards
+
+
+def attribution_measures(result: AnalyzeResult) -> list[MeasureResult]:
+    """Those of MEASURES that kept maps."""
+    return [result.measures[name] for name in MEASURES if name in result.measures and "rows" in result.measures[name].arrays]
+
+
+def shown_rows(measures: list[MeasureResult]) -> list[int]:
+    """The rows whose maps were kept, largest gradient norm first."""
+    return measures[0].arrays["rows"].tolist() if measures else []
+
+
+def input_of(result: AnalyzeResult, row: int) -> TopSample:
+    """A row's input, as far as it was kept."""
+    identity = result.samples["id"].iloc[row]
+    return next((each for each in result.top_inputs if each.id == identity), TopSample(identity))
+
+
+def maps_of(measure: MeasureResult, row: int) -> dict[int, Array]:
+    """input -> this row's map of it, its own shape; empty where none was kept, without those that are not finite."""
+    places = np.flatnonzero(measure.arrays["rows"] == row)
+    names = [name for name in measure.arrays if name.startswith("map_")]
+    maps = {int(name.removeprefix("map_")): measure.arrays[name][places[0]] for name in names} if len(places) else {}
+    return {place: each for place, each in sorted(maps.items()) if np.isfinite(each).all()}
+
+
+def picture_of(measure: MeasureResult, row: int, shown: TopSample) -> tuple[Array, Array] | None:
+    """(uint8 [H, W, 3], the values [H, W] that it shows) of a picture under a measure's colours; None where it is none."""
+    image, values = shown.image, maps_of(measure, row).get(0)
+    if image is None or values is None or values.shape != image.shape:
+        return None
+    flat = values.sum(0) if values.ndim == 3 else values
+    return overlaid(to_rgb(image).mean(axis=2), flat), flat
+
+
+def passages_of(measure: MeasureResult, row: int, shown: TopSample) -> list[Passage]:
+    """A row's ids under a measure's colours, a passage an input of ids."""
+    maps = maps_of(measure, row)
+    ids = [place for place in maps if f"ids_{place}" in measure.arrays]
+    found = []
+    for place in ids:
+        at = np.flatnonzero(measure.arrays["rows"] == row)[0]
+        spans, scale, note = spans_of(measure.arrays[f"ids_{place}"][at].reshape(-1), maps[place].reshape(-1), shown.text)
+        title = f"{measure.title}, input {place}" if len(ids) > 1 else measure.title
+        found.append(Passage(measure.name, title, spans, scale_words(measure, scale), note))
+    return found
+
+
+def unit_of(measure: MeasureResult) -> str:
+    """What is attributed: the loss, or a logit."""
+    return {"target": "logit of the label's class", "prediction": "logit of the predicted class"}.get(measure.numbers.get("of", ""), "loss")
+
+
+def unit_words(measure: MeasureResult) -> str:
+    """The unit of a map's numbers."""
+    return unit_of(measure) + ("" if measure.name in ADDITIVE else " per unit of input")
+
+
+def scale_words(measure: MeasureResult, scale: float) -> str:
+    """What full colour stands for."""
+    return f"full colour: {number(scale)} {unit_words(measure)}"
+
+
+def _overlay(measure: MeasureResult, row: int, shown: TopSample) -> Overlay | None:
+    found = picture_of(measure, row, shown)
+    if found is None:
+        return None
+    picture = Image.fromarray(found[0])
+    if max(picture.size) > PICTURE_SIDE:
+        picture.thumbnail((PICTURE_SIDE, PICTURE_SIDE), Image.Resampling.BOX)
+    words = scale_words(measure, scale_of(found[1]))
+    alt = f"{measure.title} over the input of sample {identifier(shown.id)}: orange raises, blue lowers; {words}"
+    return Overlay(measure.name, measure.title, data_uri("image/png", to_png(picture.quantize(_COLOURS))), alt, words)

@@ -1,0 +1,136 @@
+"""The figures of input attribution: a sheet of overlays, or of highlighted passages, for each measure."""
+
+from __future__ import annotations
+
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import LinearSegmentedColormap, Normalize
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from psgrad.reports.attribution import (
+    ADDITIVE,
+    attribution_measures,
+    input_of,
+    maps_of,
+    passages_of,
+    picture_of,
+    shown_rows,
+    unit_of,
+    unit_words,
+)
+from psgrad.reports.attribution_colours import LOWERS, RAISES, scale_of, shade
+from psgrad.reports.attribution_text import Passage
+from psgrad.reports.drawing import GRID, INK, QUIET, WIDTH_IN, Plot
+from psgrad.reports.pictures import to_rgb
+from psgrad.reports.words import identifier, number, shorten
+from psgrad.results import AnalyzeResult, MeasureResult, TopSample
+
+MAX_PICTURES = 12
+MAX_PASSAGES = 6
+_PER_LINE = 4  # samples, each as it is and under its colours
+_COLUMNS, _LINE_IN, _CELL_IN = 96, 0.17, 0.0815  # letters on a line of text, and their places
+
+_SIGNED = "Orange raises the {of}, blue lowers it; full colour is the largest magnitude in the sample, which is said with it."
+_UNSIGNED = "The darker, the steeper the {of}, up or down; full colour is the largest slope in the sample, which is said with it."
+
+
+def attribution_plots(result: AnalyzeResult) -> list[Plot]:
+    """A sheet a measure that kept maps of pictures or of ids."""
+    found = (attribution_plot(result, measure) for measure in attribution_measures(result))
+    return [plot for plot in found if plot is not None]
+
+
+def attribution_plot(result: AnalyzeResult, measure: MeasureResult) -> Plot | None:
+    """The sheet of one measure, largest gradient norm first; None where there is nothing that can be looked at."""
+    rows = shown_rows([measure])
+    inputs = {row: input_of(result, row) for row in rows}
+    pictures = [(row, inputs[row]) for row in rows if picture_of(measure, row, inputs[row]) is not None][:MAX_PICTURES]
+    name, title = f"attribution_{measure.name}", f"{measure.title}: which parts of the input the samples depend on"
+    if pictures:
+        caption = f"The largest gradient norms: each input as it is, and under its colours. {_SIGNED.format(of=unit_of(measure))}"
+        return Plot(name, title, caption, _sheet(measure, pictures), vector=False)
+    passages = [(shown, passage) for row, shown in inputs.items() if maps_of(measure, row) for passage in passages_of(measure, row, shown)]
+    if passages:
+        words = _SIGNED if measure.name in ADDITIVE else _UNSIGNED
+        caption = f"The passages of the largest gradient norms. {words.format(of=unit_of(measure))}"
+        return Plot(name, title, caption, _text(passages[:MAX_PASSAGES]), vector=False)
+    return None
+
+
+# -- pictures -------------------------------------------------------------------------------------------------------------------------
+
+
+def _sheet(measure: MeasureResult, pictures: list[tuple[int, TopSample]]) -> Figure:
+    lines = -(-len(pictures) // _PER_LINE)
+    figure = Figure(figsize=(WIDTH_IN, 1.22 * lines + 0.62), layout="constrained")
+    grid = figure.add_gridspec(lines + 1, 2 * _PER_LINE, height_ratios=[*[1.0] * lines, 0.07], hspace=0.02, wspace=0.02)
+    for place, (row, shown) in enumerate(pictures):
+        line, column = divmod(place, _PER_LINE)
+        found = picture_of(measure, row, shown)
+        assert found is not None
+        assert shown.image is not None
+        plain, under = (figure.add_subplot(grid[line, 2 * column + side]) for side in (0, 1))
+        for axes, pixels in ((plain, to_rgb(shown.image)), (under, found[0])):
+            _bare(axes)
+            axes.imshow(pixels, interpolation="nearest")
+        plain.set_xlabel(shorten(identifier(shown.id), 16), fontsize=6.5, color=INK, parse_math=False)
+        under.set_xlabel(f"\u00b1 {number(scale_of(found[1]))}", fontsize=6.5, color=QUIET)
+    _legend(figure, figure.add_subplot(grid[lines, :]), unit_words(measure))
+    return figure
+
+
+def _bare(axes: Axes) -> None:
+    axes.set(xticks=[], yticks=[])
+    for spine in axes.spines.values():
+        spine.set_color(GRID)
+
+
+def _legend(figure: Figure, axes: Axes, unit: str) -> None:
+    shades = LinearSegmentedColormap.from_list("attribution", [LOWERS, "#d0d4d9", RAISES])
+    bar = figure.colorbar(ScalarMappable(Normalize(-1, 1), shades), cax=axes, orientation="horizontal", ticks=[-0.94, 0, 0.95])
+    bar.set_ticklabels(["lowers", "nothing", "raises"])
+    bar.set_label(f"full colour: the number below a picture, in {unit}", size=7.5, color=QUIET)
+    bar.ax.tick_params(labelsize=7.5, labelcolor=INK, length=0)
+    bar.ax.spines["outline"].set_color(GRID)
+
+
+# -- text -----------------------------------------------------------------------------------------------------------------------------
+
+
+def _text(passages: list[tuple[TopSample, Passage]]) -> Figure:
+    """Letter by letter in a grid of equal cells, so that backgrounds stand behind their letters."""
+    wrapped = [_cells(passage) for _, passage in passages]
+    total = sum(len(lines) + 2 for lines in wrapped)
+    figure = Figure(figsize=(WIDTH_IN, _LINE_IN * (total + 1)))
+    axes = figure.add_axes((0.01, 0.0, 0.98, 1.0))
+    axes.set(xlim=(0, WIDTH_IN * 0.98 / _CELL_IN), ylim=(total + 0.5, -0.5))
+    axes.axis("off")
+    top = 0.5
+    for (shown, passage), lines in zip(passages, wrapped, strict=True):
+        note = f"; {passage.note}" if passage.note else ""
+        words = f"{shorten(identifier(shown.id), 50)}   {passage.scale}{note}"
+        axes.text(0, top, words, fontsize=8, color=QUIET, va="center", parse_math=False)
+        for below, line in enumerate(lines, start=1):
+            for column, (letter, level) in enumerate(line):
+                if level:
+                    axes.add_patch(Rectangle((column, top + below - 0.5), 1, 1, color=shade(level), linewidth=0))
+                where = column + 0.5, top + below
+                axes.text(*where, letter, fontsize=7.5, family="monospace", color=INK, ha="center", va="center", parse_math=False)
+        top += len(lines) + 2
+    return figure
+
+
+def _cells(passage: Passage) -> list[list[tuple[str, int]]]:
+    """(letter, level) by lines: the text's own, broken where they are too long."""
+    lines: list[list[tuple[str, int]]] = [[]]
+    for span in passage.spans:
+        for letter in span.text.expandtabs(4):
+            if letter == "\n":
+                lines[-1].append(("\u00b6" if span.level else " ", span.level))
+                lines.append([])
+                continue
+            if len(lines[-1]) >= _COLUMNS:
+                lines.append([])
+            lines[-1].append((letter, span.level))
+    return lines
