@@ -1,43 +1,123 @@
-"""`psgrad analyze`: which training examples pull hardest."""
+"""`psgrad analyze`: the samples of a dataset, measured, ranked and judged."""
 
 from __future__ import annotations
 
+import json
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from psgrad.cli.boundary import boundary
-from psgrad.cli.options import ConfigPath, Debug, Output, Overwrite, Settings, read_config
-from psgrad.cli.progress import progress_display
+from psgrad.cli.check import show_check
+from psgrad.cli.options import AsJson, ConfigPath, Debug, Output, Overwrite, Settings, read_config
+from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
+from psgrad.errors import EXIT_OK, ConfigError
 
 if TYPE_CHECKING:
     from psgrad.results import AnalyzeResult
 
 
+def _limit(text: str | float) -> float:
+    """A number of samples or a fraction of them; whether it is one that makes sense, the run says."""
+    try:
+        return int(text)
+    except ValueError:
+        try:
+            return float(text)
+        except ValueError:
+            raise typer.BadParameter(f"{text!r} is neither a number of samples nor a fraction of them") from None
+
+
+Limit = Annotated[
+    float | None,
+    typer.Option("--limit", metavar="N|FRACTION", parser=_limit, help="Only the first N samples, or a fraction of them: a PARTIAL run."),
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in the run folder, if it was interrupted.")]
+Check = Annotated[bool, typer.Option("--check", help="Evaluate the config's gate at the end, and leave with its exit code.")]
+Report = Annotated[bool, typer.Option("--report/--no-report", help="Draw plots and report.html; psgrad report makes them later.")]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Nothing on stderr but errors and the verdict of --check.")]
+Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Also tell how it was computed, and what took how long.")]
+
+
 def analyze(
     config: ConfigPath,
+    limit: Limit = None,
+    check: Check = False,
+    resume: Resume = False,
+    report: Report = True,
     output: Output = None,
     settings: Settings = None,
     overwrite: Overwrite = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+    shown: ProgressOption = ProgressStyle.auto,
     debug: Debug = False,
 ) -> None:
-    """Rank the training examples by the norm of their own gradient.
+    """Measure each sample by its own gradient: who pulls hardest, who is an outlier, what the measures of the config say.
 
-    Prints the top of the ranking, then the path of the run folder with the whole table, the plots and report.html.
+    Prints the top of the ranking, then the path of the run folder with the whole table, the measures, the plots and report.html. What is
+    wrong with a config, psgrad validate tells sooner.
     """
     with boundary(debug):
+        _require_one_of(quiet and verbose, "--quiet", "--verbose")
+        _require_one_of(resume and overwrite, "--resume", "--overwrite")
         resolved = read_config(config, settings, output)
         from psgrad import workflows
 
-        with progress_display() as progress:
-            result = workflows.analyze(resolved, overwrite=overwrite, progress=progress)
-        _show(result, resolved.analyze.top)
+        with progress_display(ProgressStyle.none if quiet else shown) as progress:
+            result = workflows.analyze(resolved, overwrite=overwrite, resume=resume, limit=limit, report=report, progress=progress)
+        _say(result, quiet, verbose)
+        if as_json:
+            from psgrad.reports.run_record import run_record
+
+            typer.echo(json.dumps(run_record(result, resolved.analyze.top), indent=2, allow_nan=False))
+        else:
+            _show(result, resolved.analyze.top, check)
+        if check and result.check is not None:
+            if as_json and not quiet:
+                _say_verdict(result)
+            if result.check.exit_code != EXIT_OK:
+                raise typer.Exit(result.check.exit_code)
 
 
-def _show(result: AnalyzeResult, top: int) -> None:
-    from psgrad.reports.terminal import print_table, summary, top_table
+def _require_one_of(both: bool, first: str, second: str) -> None:
+    if both:
+        raise ConfigError(f"{first} was given together with {second}", expected="one of them", next_step="leave one out")
 
+
+def _say(result: AnalyzeResult, quiet: bool, verbose: bool) -> None:
+    from psgrad.reports.terminal import summary
+
+    counts: dict[str, Any] = result.manifest.get("counts") or {}
+    looked_at, there = counts.get("samples"), counts.get("in_dataset")
+    if quiet:
+        return
+    if looked_at is not None and there is not None and looked_at < there:
+        typer.echo(f"PARTIAL: the first {looked_at:,} of {there:,} samples", err=True)
     typer.echo(summary(result), err=True)
+    if verbose:
+        for about in ("versions", "engine", "timings"):
+            facts: dict[str, Any] = result.manifest.get(about) or {}
+            typer.echo(f"{about}: " + ", ".join(f"{key} {_brief(value)}" for key, value in facts.items()), err=True)
+
+
+def _brief(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _show(result: AnalyzeResult, top: int, check: bool) -> None:
+    from psgrad.reports.terminal import print_table, top_table
+
     print_table(top_table(result, top), sys.stdout)
+    if check and result.check is not None:
+        show_check(result.check, "terminal")
     typer.echo(str(result.folder))
+
+
+def _say_verdict(result: AnalyzeResult) -> None:
+    from psgrad.reports.ci import render_check
+
+    assert result.check is not None
+    typer.echo(render_check(result.check, "terminal"), err=True, nl=False)

@@ -10,7 +10,7 @@ import typer
 
 from psgrad.cli.boundary import boundary
 from psgrad.cli.options import ConfigPath, Debug, Overwrite, Settings, read_config
-from psgrad.cli.progress import progress_display
+from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
 from psgrad.errors import EXIT_GATE_FAILED
 
 CanaryCount = Annotated[
@@ -44,6 +44,7 @@ def dp_audit(
     overwrite: Overwrite = False,
     settings: Settings = None,
     as_json: AsJson = False,
+    shown: ProgressOption = ProgressStyle.auto,
     debug: Debug = False,
 ) -> None:
     """Attack the steps that a config describes: a lower bound on epsilon beside the accounted one, the noise, the true sensitivity.
@@ -57,7 +58,7 @@ def dp_audit(
         from psgrad import workflows
         from psgrad.reports.auditing import PRIVATE_WARNING, write_audit
 
-        with progress_display() as progress:
+        with progress_display(shown) as progress:
             result = workflows.dp_audit(
                 resolved,
                 canaries=canaries,

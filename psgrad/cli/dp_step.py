@@ -9,7 +9,7 @@ import typer
 
 from psgrad.cli.boundary import boundary
 from psgrad.cli.options import ConfigPath, Debug, Output, Overwrite, Settings, read_config
-from psgrad.cli.progress import progress_display
+from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
 
 if TYPE_CHECKING:
     from psgrad.config import Config
@@ -36,6 +36,7 @@ def dp_step(
     insecure_deterministic: Seeded = False,
     show_private: ShowPrivate = False,
     as_json: AsJson = False,
+    shown: ProgressOption = ProgressStyle.auto,
     debug: Debug = False,
 ) -> None:
     """Take differentially private steps: draw a batch, clip each record's gradient, add noise, update, account.
@@ -53,7 +54,7 @@ def dp_step(
         resolved = read_config(config, settings, output)
         from psgrad import workflows
 
-        with progress_display() as progress:
+        with progress_display(shown) as progress:
             result = workflows.dp_step(
                 resolved,
                 steps=steps,

@@ -12,7 +12,7 @@ import typer
 
 from psgrad.cli.boundary import boundary
 from psgrad.cli.options import ConfigPath, Debug, Output, Overwrite, Settings, read_config
-from psgrad.cli.progress import progress_display
+from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
 
 if TYPE_CHECKING:
     from psgrad.config import Config
@@ -54,6 +54,7 @@ def influence(
     settings: Settings = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
+    shown: ProgressOption = ProgressStyle.auto,
     debug: Debug = False,
 ) -> None:
     """Rank the training examples by their influence on each query, and on all queries together.
@@ -68,12 +69,12 @@ def influence(
         if evaluate is not None:
             _require_an_evaluation_alone(matrix, top)
             # The folder of an evaluation is its own: the config's is that of the scores.
-            _evaluate(_read(config, settings, None, method, top), evaluate, output, overwrite, style)
+            _evaluate(_read(config, settings, None, method, top), evaluate, output, overwrite, style, shown)
             return
         resolved = _read(config, settings, output, method, top)
         from psgrad import workflows
 
-        with progress_display() as progress:
+        with progress_display(shown) as progress:
             result = workflows.influence(resolved, overwrite=overwrite, matrix=matrix, report=report, progress=progress)
         _show(result, resolved.influence.top, style)
 
@@ -83,6 +84,7 @@ def influence_index(
     resume: Resume = False,
     settings: Settings = None,
     overwrite: OverwriteIndex = False,
+    shown: ProgressOption = ProgressStyle.auto,
     debug: Debug = False,
 ) -> None:
     """Build the index of a config: its training gradients on the disk, computed once, to answer many queries.
@@ -94,7 +96,7 @@ def influence_index(
         from psgrad import workflows
         from psgrad.reports.influence_terminal import index_summary
 
-        with progress_display() as progress:
+        with progress_display(shown) as progress:
             result = workflows.influence_index(resolved, resume=resume, overwrite=overwrite, progress=progress)
         typer.echo(index_summary(result), err=True)
         typer.echo(str(result.folder))
@@ -110,11 +112,11 @@ def _read(path: Path, settings: list[str] | None, output: Path | None, method: s
     return read_config(path, overrides, output)
 
 
-def _evaluate(config: Config, kind: Kind, output: Path | None, overwrite: bool, style: str) -> None:
+def _evaluate(config: Config, kind: Kind, output: Path | None, overwrite: bool, style: str, shown: ProgressStyle) -> None:
     from psgrad import workflows
     from psgrad.reports.evaluation import write_evaluation
 
-    with progress_display() as progress:
+    with progress_display(shown) as progress:
         result = workflows.evaluate_influence(config, kind.value, output=output, overwrite=overwrite, progress=progress)
     write_evaluation(result, style, sys.stdout)
 

@@ -6,9 +6,11 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from enum import StrEnum
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import TYPE_CHECKING, Annotated, Protocol, TextIO
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, ProgressColumn, Task, TaskID, TextColumn
 from rich.progress import Progress as Bars
@@ -33,11 +35,42 @@ class ProgressDisplay(Protocol):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /) -> None: ...
 
 
-def progress_display(stream: TextIO | None = None) -> ProgressDisplay:
-    """The display that suits the stream (stderr where none is given). FORCE_COLOR and the like make no terminal of a log file."""
+class ProgressStyle(StrEnum):
+    """auto: a bar on a terminal, plain lines elsewhere and in CI. none: neither progress nor messages."""
+
+    auto = "auto"
+    bar = "bar"
+    plain = "plain"
+    none = "none"
+
+
+ProgressOption = Annotated[
+    ProgressStyle,
+    typer.Option("--progress", help="How progress is shown on stderr; auto: a bar on a terminal, a line every few seconds in a log."),
+]
+
+
+def progress_display(style: ProgressStyle = ProgressStyle.auto, stream: TextIO | None = None) -> ProgressDisplay:
+    """The display of that style on the stream (stderr where none is given); FORCE_COLOR and the like make no terminal of a log file."""
     stream = stream or sys.stderr
+    if style is ProgressStyle.none:
+        return NoDisplay()
     watched = stream.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("CI")
-    return BarDisplay(stream) if watched else PlainDisplay(stream)
+    bar = watched if style is ProgressStyle.auto else style is ProgressStyle.bar
+    return BarDisplay(stream) if bar else PlainDisplay(stream)
+
+
+class NoDisplay:
+    """Says nothing."""
+
+    def __call__(self, progress: Progress) -> None:
+        pass
+
+    def __enter__(self) -> NoDisplay:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /) -> None:
+        pass
 
 
 class PlainDisplay:

@@ -110,7 +110,7 @@ def _signature(node: ast.stmt) -> inspect.Signature | None:
     if not isinstance(node, ast.FunctionDef) or node.decorator_list:
         return None
     arguments, kinds = node.args, inspect.Parameter
-    plain = [*((each.arg, kinds.POSITIONAL_ONLY) for each in arguments.posonlyargs)]
+    plain: list[tuple[str, Any]] = [(each.arg, kinds.POSITIONAL_ONLY) for each in arguments.posonlyargs]
     plain += [(each.arg, kinds.POSITIONAL_OR_KEYWORD) for each in arguments.args]
     without = len(plain) - len(arguments.defaults)
     found = [kinds(name, kind, default=kinds.empty if place < without else None) for place, (name, kind) in enumerate(plain)][skip:]

@@ -74,7 +74,7 @@ def header_problems(header: DataHeader, config: DataConfig, unit: str | None = N
         elif column is not None and column.kind not in (None, "integer", "fraction", "boolean"):
             yield not_numbers(name, column.dtype)
     for identifier in (config.id, unit):
-        shape = header.columns[identifier].shape if identifier in header.columns else None
+        shape = header.columns[identifier].shape if identifier is not None and identifier in header.columns else None
         if shape is not None and len(shape) != 1:
             yield DataError(f"the ids {identifier!r} in {header.path} have the shape {list(shape)}", expected="one per row")
     yield from _told(_require_one_length, header, wanted)

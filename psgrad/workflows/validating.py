@@ -261,8 +261,10 @@ class _Checks:
         gate = self.sections.get("gate")
         if gate is None:
             return
-        if gate.baseline is not None:
+        if gate.baseline is not None and (self.base / gate.baseline).exists():
             self._baseline("gate.baseline", gate.baseline)
+        elif gate.baseline is not None:
+            self.found.notes.append(f"there is no baseline {self.base / gate.baseline} yet: all findings will be new")
         if gate.ignore is not None:
             from psgrad.quality.ignore import read_ignore_list
 

@@ -34,7 +34,7 @@ def _raise(error: BaseException) -> Callable[..., Any]:
 def test_the_table_and_the_path_go_to_stdout_and_words_to_stderr(
     config: Path, workflow: Install, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def analyze(config: Any, *, overwrite: bool, progress: Callable[[Progress], None]) -> Any:
+    def analyze(config: Any, *, progress: Callable[[Progress], None], **options: Any) -> Any:
         progress(Progress(0, 1797, "gradients", "imports: digits"))
         progress(Progress(1797, 1797, "gradients"))
         return frames.result(frames.classification())
@@ -55,17 +55,18 @@ def test_the_table_and_the_path_go_to_stdout_and_words_to_stderr(
 def test_options_reach_the_workflow(config: Path, workflow: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
 
-    def analyze(config: Any, *, overwrite: bool, progress: Any) -> Any:
-        seen.update(config=config, overwrite=overwrite)
+    def analyze(config: Any, **options: Any) -> Any:
+        seen.update(config=config, **options)
         return frames.result(frames.classification(30))
 
     workflow(analyze)
     options = ["--output", "1e3: no", "--set", "analyze.top=5", "--set", "engine.device=cpu", "--set", "output=other", "--overwrite"]
+    options += ["--limit", "0.25", "--no-report"]
     assert _run(monkeypatch, "analyze", config, *options) == 0
     assert seen["config"].output == Path("1e3: no")
     assert seen["config"].analyze.top == 5
     assert seen["config"].engine.device == "cpu"
-    assert seen["overwrite"] is True
+    assert (seen["overwrite"], seen["resume"], seen["limit"], seen["report"]) == (True, False, 0.25, False)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ SLEEPER = """
     import psgrad
     from psgrad.cli import main
 
-    def analyze(config, *, overwrite, progress):
+    def analyze(config, *, progress, **options):
         print("under way", file=sys.stderr, flush=True)
         {body}
 

@@ -102,13 +102,13 @@ def test_the_bar_gives_way_to_its_words(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_display_fits_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CI", raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    assert isinstance(progress_display(Terminal()), BarDisplay)
-    assert isinstance(progress_display(io.StringIO()), PlainDisplay)
+    assert isinstance(progress_display(stream=Terminal()), BarDisplay)
+    assert isinstance(progress_display(stream=io.StringIO()), PlainDisplay)
     monkeypatch.setenv("TERM", "dumb")
-    assert isinstance(progress_display(Terminal()), PlainDisplay)
+    assert isinstance(progress_display(stream=Terminal()), PlainDisplay)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("CI", "true")
-    assert isinstance(progress_display(Terminal()), PlainDisplay)
+    assert isinstance(progress_display(stream=Terminal()), PlainDisplay)
 
 
 @pytest.mark.parametrize(("seconds", "words"), [(0.4, "0 s"), (59.4, "59 s"), (200, "3 min 20 s"), (7500, "2 h 5 min")])
