@@ -81,7 +81,8 @@ def facts_of(manifest: dict[str, Any], folder: Path) -> list[tuple[str, str]]:
         # How long the page itself takes is not known when it is made.
         ("Time", ", ".join(f"{phase} {number(seconds)} s" for phase, seconds in timings.items() if phase != "report")),
         ("Versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
-        ("Run folder", folder),
+        # As the config names it: the page made again elsewhere is the same page.
+        ("Run folder", at(manifest, "config", "output") or folder),
     ]
     return [(name, brief(str(value), FACT_LIMIT)) for name, value in candidates if value]
 
