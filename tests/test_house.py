@@ -17,6 +17,7 @@ PACKAGE = ROOT / "psgrad"
 FLOORS = (
     ("__init__", "__main__"),
     ("cli",),
+    ("api",),
     ("workflows",),
     ("engine", "inputs", "quality", "reports", "storage"),
     ("results",),
@@ -29,6 +30,7 @@ ENGINE_FLOORS = (("gradients",), ("transforms",))
 # Libraries that a part does without, even inside a function.
 FORBIDDEN_LIBRARIES = {
     "cli": {"torch"},
+    "api": {"torch"},
     "quality": {"torch"},
     "reports": {"torch"},
     "storage": {"torch"},

@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-import psgrad
-
-ROOT = Path(psgrad.__file__).parent
+ROOT = Path(__file__).parents[1]
 MEASURES = "engine/measures/known"
 METHODS = "engine/influence/methods"
 

@@ -1,0 +1,159 @@
+"""psgrad from Python: what the command line calls, with configs as files, plain values or objects. `import psgrad` has these names.
+
+A config is the path of a YAML file, a mapping with the same keys (paths in it are relative to the current directory), or a `Config`.
+Everything that can be wrong raises a PsgradError (psgrad.errors), whose text is what the command line prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from psgrad.config import Config, config_from
+from psgrad.config import load_config as _load
+
+if TYPE_CHECKING:
+    from psgrad.config import EvaluationKind
+    from psgrad.results import (
+        AnalyzeResult,
+        CheckResult,
+        DPAuditResult,
+        DPPlanResult,
+        DPStepResult,
+        IndexResult,
+        InfluenceResult,
+        PlanResult,
+        Progress,
+    )
+    from psgrad.results.baseline import BaselineChange
+    from psgrad.results.comparison import Comparison
+    from psgrad.results.evaluation import EvaluationResult
+    from psgrad.workflows.reporting import WrittenReport
+    from psgrad.workflows.validating import Validation
+
+AnyConfig = Config | Mapping[str, Any] | str | PathLike[str]
+AnyPath = str | PathLike[str]
+Say = Callable[["Progress"], None]
+
+
+def load_config(config: AnyConfig, settings: Sequence[str] = ()) -> Config:
+    """The validated config. `settings` are changes as `--set` takes them, `engine.device=cpu`, of a file. Raises ConfigError."""
+    if isinstance(config, Config):
+        return config
+    return config_from(config) if isinstance(config, Mapping) else _load(Path(config), settings)
+
+
+def validate(config: AnyPath, settings: Sequence[str] = (), *, deep: bool = False) -> Validation:
+    """Everything that is wrong with a config file and the files that it names; `psgrad validate`."""
+    from psgrad.workflows.validating import validate as found
+
+    return found(Path(config), settings, deep=deep)
+
+
+def analyze(
+    config: AnyConfig,
+    *,
+    limit: int | float | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    report: bool = True,
+    progress: Say = lambda _: None,
+) -> AnalyzeResult:
+    """Measure each sample by its own gradient; `psgrad analyze`. The run is in the config's output folder, and comes back: `samples` and
+    `parameters` are pandas frames, `measures` what was measured of the whole dataset, `check` the gate's verdict."""
+    from psgrad import workflows
+
+    return workflows.analyze(load_config(config), limit=limit, resume=resume, overwrite=overwrite, report=report, progress=progress)
+
+
+def load_run(run: AnyPath) -> AnalyzeResult:
+    """A finished run of `analyze`, from its folder, without torch."""
+    from psgrad.storage.finished import load_run as loaded
+
+    return loaded(Path(run))
+
+
+def report(run: AnyPath, *, output: AnyPath | None = None) -> WrittenReport:
+    """Make report.html of a finished run again; `psgrad report`."""
+    from psgrad import workflows
+
+    return workflows.report(Path(run), output=None if output is None else Path(output))
+
+
+def check(run: AnyPath, *, settings: Sequence[str] = (), baseline: AnyPath | None = None) -> CheckResult:
+    """The gate's verdict on a finished run, without torch; `psgrad check`. `exit_code` is what the command leaves with."""
+    from psgrad.workflows.checking import check as evaluated
+
+    return evaluated(Path(run), settings=settings, baseline=None if baseline is None else Path(baseline))
+
+
+def save_baseline(run: AnyPath, output: AnyPath, *, grow: bool = False) -> BaselineChange:
+    """Accept what a finished run has found; `psgrad baseline save`."""
+    from psgrad.workflows.checking import save_baseline as saved
+
+    return saved(Path(run), output=Path(output), grow=grow)
+
+
+def diff(a: AnyPath, b: AnyPath, *, top: int = 20) -> Comparison:
+    """Which samples rose, fell, came and went between two finished runs; `psgrad diff`."""
+    from psgrad import workflows
+
+    return workflows.diff(Path(a), Path(b), top=top)
+
+
+def plan(config: AnyConfig) -> PlanResult:
+    """What `analyze` would take: time, memory, orders of contraction; `psgrad plan`."""
+    from psgrad import workflows
+
+    return workflows.plan(load_config(config))
+
+
+def influence(
+    config: AnyConfig, *, overwrite: bool = False, matrix: bool = False, report: bool = True, progress: Say = lambda _: None
+) -> InfluenceResult:
+    """Which training examples made the model do this; `psgrad influence`."""
+    from psgrad import workflows
+
+    return workflows.influence(load_config(config), overwrite=overwrite, matrix=matrix, report=report, progress=progress)
+
+
+def influence_index(config: AnyConfig, *, resume: bool = False, overwrite: bool = False, progress: Say = lambda _: None) -> IndexResult:
+    """Build the config's index of training gradients; `psgrad influence index`."""
+    from psgrad import workflows
+
+    return workflows.influence_index(load_config(config), resume=resume, overwrite=overwrite, progress=progress)
+
+
+def evaluate_influence(
+    config: AnyConfig, kind: EvaluationKind, *, output: AnyPath | None = None, overwrite: bool = False, progress: Say = lambda _: None
+) -> EvaluationResult:
+    """Retrain, and see whether the scores are true; `psgrad influence --evaluate`. kind: 'lds', 'loo', 'mislabel' or 'removal'."""
+    from psgrad import workflows
+
+    folder = None if output is None else Path(output)
+    return workflows.evaluate_influence(load_config(config), kind, output=folder, overwrite=overwrite, progress=progress)
+
+
+def dp_step(
+    config: AnyConfig, *, steps: int = 1, resume: bool = False, overwrite: bool = False, progress: Say = lambda _: None
+) -> DPStepResult:
+    """Take differentially private steps; `psgrad dp-step`."""
+    from psgrad import workflows
+
+    return workflows.dp_step(load_config(config), steps=steps, resume=resume, overwrite=overwrite, progress=progress)
+
+
+def dp_plan(config: AnyConfig) -> DPPlanResult:
+    """What the planned private steps would cost; `psgrad dp-step --plan`."""
+    from psgrad import workflows
+
+    return workflows.dp_plan(load_config(config))
+
+
+def dp_audit(config: AnyConfig, *, overwrite: bool = False, progress: Say = lambda _: None) -> DPAuditResult:
+    """Attack the private steps that a config describes; `psgrad dp-audit`."""
+    from psgrad import workflows
+
+    return workflows.dp_audit(load_config(config), overwrite=overwrite, progress=progress)
