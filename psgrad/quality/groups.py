@@ -49,7 +49,7 @@ def join_small(labels: Labels, counted: Labels, least: int) -> tuple[Labels, set
     stand out among all, however sound it is.
     """
     sizes = pd.Series(counted, dtype=object).value_counts()
-    small = {str(label) for label in np.unique(labels) if sizes.get(label, 0) < least}
+    small = {str(label) for label in {*labels.tolist(), *counted.tolist()} if sizes.get(label, 0) < least}
     return np.array([OTHER if label in small else label for label in labels], dtype=object), small
 
 

@@ -15,7 +15,7 @@ from psgrad.quality.conformal import grouped_p_values, q_values, resolution
 from psgrad.quality.groups import OTHER, join_small, labels_of
 from psgrad.quality.opinions import Opinion, opinions_of, require_score
 from psgrad.quality.ranking import rank_samples
-from psgrad.quality.references import Reference
+from psgrad.quality.references import Reference, scored_by
 from psgrad.quality.robust_z import robust_z
 from psgrad.quality.verdicts import caveats_of, loss_agreement, resolution_words, separability, why_not_evaluable
 from psgrad.results import SAMPLE_COLUMNS
@@ -50,6 +50,9 @@ def judge(frame: pd.DataFrame, config: AnalyzeConfig, reference: Reference | Non
     opinions = opinions_of(frame, config, reference, rows)
     frame = frame.assign(**{f"{each.name}_score": each.scores for each in opinions})
     require_score(frame, outliers.score)
+    in_both = np.zeros(len(frame), bool)
+    if reference is not None and "fingerprint" in frame:
+        in_both = reference.holds(frame["fingerprint"].to_numpy(), _scores(frame, scored_by(outliers)))
     decides = next((each for each in opinions if outliers.score == f"{each.name}_score"), None)
     if decides is not None:
         reference = decides.reference
@@ -62,10 +65,10 @@ def judge(frame: pd.DataFrame, config: AnalyzeConfig, reference: Reference | Non
     scores = np.where(ok, _scores(ranked, outliers.score), np.nan)
     if reference is None:
         ahead = pd.Series(scores * (1 if outliers.tail == "upper" else -1)).groupby(labels).rank(ascending=False, method="max", pct=True)
-        verdict = _Verdict(np.full(len(frame), np.nan), np.full(len(frame), np.nan), ahead.to_numpy("float64"), np.zeros(len(frame), bool))
+        verdict = _Verdict(np.full(len(frame), np.nan), np.full(len(frame), np.nan), ahead.to_numpy("float64"), in_both)
     else:
         reference = replace(reference, labels=_joined(reference.labels, small))
-        verdict = _tested(scores, labels, reference, ranked, config)
+        verdict = _tested(scores, labels, reference, in_both, outliers.tail)
         ranked["is_outlier_issue"] = (verdict.q <= outliers.fdr) | (ranked["status"] == "nonfinite")
         ranked["reasons"] = _reasons(ranked, verdict, reference, labels)
     ranked = ranked.assign(
@@ -101,9 +104,8 @@ def _joined(labels: Array, small: set[str]) -> Array:
     return np.array([OTHER if label in small else label for label in labels], dtype=object) if small else labels
 
 
-def _tested(scores: Array, labels: Array, reference: Reference, ranked: pd.DataFrame, config: AnalyzeConfig) -> _Verdict:
-    p = grouped_p_values(scores, labels, reference.scores, reference.labels, config.outliers.tail)
-    in_both = reference.holds(ranked["fingerprint"].to_numpy(), scores) if "fingerprint" in ranked else np.zeros(len(scores), bool)
+def _tested(scores: Array, labels: Array, reference: Reference, in_both: Array, tail: str) -> _Verdict:
+    p = grouped_p_values(scores, labels, reference.scores, reference.labels, tail)
     return _Verdict(p, q_values(np.where(in_both, np.nan, p)), p, in_both)
 
 

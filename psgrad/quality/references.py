@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from psgrad.config.analysis import OutlierConfig
 from psgrad.errors import ConfigError, DataError
 from psgrad.quality.groups import labels_of
 
@@ -20,6 +21,11 @@ SAVED_ROWS = 20_000
 
 # Fingerprints are digests: of these many digits, two of a million samples agree by chance once in 10^7 runs.
 _DIGITS = 16
+
+
+def scored_by(outliers: OutlierConfig) -> str:
+    """The column that trusted samples bring their scores in. A detector's scores are made anew; the norm then tells samples apart."""
+    return "grad_norm" if outliers.score in {f"{each.name}_score" for each in outliers.detectors} else outliers.score
 
 
 @dataclass(frozen=True)
@@ -120,8 +126,8 @@ def saved_reference(samples: pd.DataFrame, manifest: Mapping[str, Any]) -> dict[
     Of more than SAVED_ROWS those with the smallest fingerprints stay, which is a random choice: a fingerprint is a digest. Samples that
     were flagged stay, too: a reference from which the large scores are taken out would flag sound samples.
     """
-    outliers = manifest.get("config", {}).get("analyze", {}).get("outliers", {})
-    score, by = outliers.get("score", "grad_norm"), outliers.get("group_by")
+    outliers = OutlierConfig.model_validate(manifest.get("config", {}).get("analyze", {}).get("outliers", {}))
+    score, by = scored_by(outliers), outliers.group_by
     whole = reference_of(samples, score, by, "run", "")
     scored = np.flatnonzero(~np.isnan(whole.scores))
     kept = np.sort(scored[np.argsort(whole.fingerprints[scored], kind="stable")[:SAVED_ROWS]])
@@ -135,7 +141,7 @@ def saved_reference(samples: pd.DataFrame, manifest: Mapping[str, Any]) -> dict[
     }
     return {
         "score": score,
-        "tail": outliers.get("tail", "upper"),
+        "tail": outliers.tail,
         "group_by": by,
         "measured_as": measured_as(manifest),
         "versions": {name: manifest.get("versions", {}).get(name) for name in ("psgrad", "torch")},

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from psgrad.config import Config, DataConfig
+from psgrad.config import Config, DataConfig, nearest
+from psgrad.engine.measures.known import known_measures
 from psgrad.engine.measures.measure import Measure
 from psgrad.engine.objective import Objective
 from psgrad.errors import ConfigError, DataError
@@ -18,7 +19,7 @@ from psgrad.inputs.data import load_data
 from psgrad.quality.baselines import read_baseline
 from psgrad.quality.detectors import detector_from
 from psgrad.quality.judging import Judged, judge
-from psgrad.quality.references import Reference, measured_as, read_reference, reference_of, require_comparable
+from psgrad.quality.references import Reference, measured_as, read_reference, reference_of, require_comparable, scored_by
 from psgrad.results import SAMPLE_COLUMNS, Progress
 from psgrad.storage import RunFolder
 from psgrad.storage.finished import finished_manifest, load_run
@@ -29,6 +30,8 @@ from psgrad.workflows.setup import CheckedReader, Setup
 
 _ROWS = "projected_gradients"
 _PREFIX = "reference-"
+# Measures beside those with a second look whose numbers depend on the other samples.
+_RELATIVE = ("neighbour_distance",)
 
 Say = Callable[[Progress], None]
 
@@ -50,6 +53,7 @@ class Judging:
                 f"analyze.outliers.detectors: detectors look at projected gradients, and analyze.measures has no {_ROWS}",
                 next_step=f"add {_ROWS} to analyze.measures",
             )
+        self._require_known()
         self._of_data = self._column_of_data()
         self._units = None if self._of_data is None else load_data(run.config.data, run.config.base, self._of_data).units
         self._found = self._find()
@@ -74,16 +78,37 @@ class Judging:
         if self._of_data is not None and self._units is not None:
             frame = frame.assign(**{self._of_data: self._units[: len(frame)]})
         reference = self._found
-        if reference is not None and any(each.looks_twice and self._outliers.score in each.meanings for each in self._measures):
+        relative = [each for each in self._measures if each.looks_twice or each.name in _RELATIVE]
+        if reference is not None and any(_gives(each, self._outliers.score) for each in relative):
             said = f"{self._outliers.score} of a sample depends on the other samples of its run: it is not quite the same score in two runs"
             reference = replace(reference, caveats=(*reference.caveats, said))
         return judge(frame, self._run.config.analyze, reference, _rows_of(measured))
 
+    def _require_known(self) -> None:
+        """Raises ConfigError for a score or a group that no column will be; columns that a measure does not tell are found later."""
+        outliers = self._outliers
+        if outliers.group_by == "length" and self._run.criterion.kind != "token":
+            raise ConfigError(
+                f"analyze.outliers.group_by: length counts positions, and the loss {self._run.config.loss.name} has none",
+                expected="length with token_cross_entropy; or class, or a column",
+            )
+        known = ["grad_norm", "log_norm", "loss", "confidence", "prediction", "token_accuracy", "length"]
+        known += [column for measure in self._measures for column in measure.meanings]
+        known += [f"{each.name}_score" for each in outliers.detectors]
+        unsaid = [measure for measure in self._measures if not measure.meanings and measure.name not in known_measures()]
+        if outliers.score not in known and not unsaid and not any(_gives(measure, outliers.score) for measure in self._measures):
+            close = nearest(outliers.score, known)
+            raise ConfigError(
+                f"analyze.outliers.score: there is no column {outliers.score!r}" + (f"; did you mean {close}?" if close else ""),
+                expected=f"one of {', '.join(known)}",
+                cause="the measure that gives this column is not in analyze.measures",
+            )
+
     def _column_of_data(self) -> str | None:
         """The column that groups samples, where it is one of the dataset and none of what is measured."""
         by = self._outliers.group_by
-        measured = {column for measure in self._measures for column in measure.meanings}
-        return None if by is None or by in {"class", "length", *SAMPLE_COLUMNS, *measured} else by
+        known = by is None or by in {"class", "length", *SAMPLE_COLUMNS} or any(_gives(measure, by) for measure in self._measures)
+        return None if known else by
 
     def _find(self) -> Reference | None:
         """The reference where it is measured already."""
@@ -100,14 +125,14 @@ class Judging:
                     next_step="save the baseline again",
                 )
             caveats = require_comparable(ours, saved.get("measured_as", {}), outliers.score, str(source.baseline))
-            found = read_reference(saved, str(source.baseline), outliers.score, outliers.group_by)
+            found = read_reference(saved, str(source.baseline), scored_by(outliers), outliers.group_by)
         else:
             path = base / str(source.run)
             manifest = finished_manifest(path)
             caveats = require_comparable(ours, measured_as(manifest), outliers.score, str(source.run))
             finished = load_run(path)
             rows = finished.measures[_ROWS].arrays.get(_ROWS) if _ROWS in finished.measures else None
-            found = reference_of(finished.samples, outliers.score, outliers.group_by, "run", str(source.run), rows)
+            found = reference_of(finished.samples, scored_by(outliers), outliers.group_by, "run", str(source.run), rows)
         return replace(found, caveats=(*found.caveats, *caveats))
 
     def _load_trusted(self) -> Setup | None:
@@ -136,7 +161,7 @@ class Judging:
         if self._of_data is not None and trusted.samples.units is not None:
             frame = frame.assign(**{self._of_data: trusted.samples.units})
         source = _source_of(trusted.config.data)
-        return reference_of(_with_log(frame), outliers.score, outliers.group_by, "data", source, _rows_of(measured))
+        return reference_of(_with_log(frame), scored_by(outliers), outliers.group_by, "data", source, _rows_of(measured))
 
 
 def _only_needed(config: Config, measures: Sequence[Measure]) -> Config:
@@ -144,14 +169,19 @@ def _only_needed(config: Config, measures: Sequence[Measure]) -> Config:
     outliers = config.analyze.outliers
     wanted = {column for column in (outliers.score, outliers.group_by) if column is not None} - set(SAMPLE_COLUMNS)
     wanted -= {"length", "class", *(f"{each.name}_score" for each in outliers.detectors)}
-    giving = {measure.name for measure in measures if wanted & set(measure.meanings)} | ({_ROWS} if outliers.detectors else set())
-    known = {column for measure in measures for column in measure.meanings}
-    if not wanted <= known:
+    giving = {column: [measure.name for measure in measures if _gives(measure, column)] for column in wanted}
+    if not all(giving.values()):
         return config
-    kept = [each for each in config.analyze.measures if each.name in giving]
+    needed = {name for names in giving.values() for name in names} | ({_ROWS} if outliers.detectors else set())
+    kept = [each for each in config.analyze.measures if each.name in needed]
     changed = config.model_copy(update={"analyze": config.analyze.model_copy(update={"measures": kept})})
     changed._base = config.base
     return changed
+
+
+def _gives(measure: Measure, column: str) -> bool:
+    """Whether a measure says that this column is its own; `layer_norm.<layer>` stands for a column a layer."""
+    return any(column == name or ("<" in name and column.startswith(name.partition("<")[0])) for name in measure.meanings)
 
 
 def _rows_of(measured: Measured) -> npt.NDArray[Any] | None:
