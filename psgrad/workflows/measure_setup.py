@@ -53,7 +53,7 @@ def measure_from(config: MeasureConfig, base: Path) -> Measure:
             return measure
         except ValidationError as error:
             details = error.errors(include_url=False)
-            problems = [f"analyze.measures: {config.name}.{'.'.join(map(str, each['loc']))}: {explain(each)}" for each in details]
+            problems = [f"analyze.measures: {'.'.join(map(str, [config.name, *each['loc']]))}: {explain(each)}" for each in details]
     raise ConfigError("\n  ".join([f"the measure {config.name} does not take these options:", *problems]))
 
 
