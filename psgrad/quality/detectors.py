@@ -21,7 +21,7 @@ from psgrad.errors import ConfigError
 Array = np.ndarray[Any, Any]
 
 # Rows that others are held against at once: a distance to each is computed for every row.
-LARGEST_REFERENCE = 10_000
+LARGEST_REFERENCE = 5_000
 
 
 class Detector(ABC):
@@ -94,7 +94,7 @@ class IsolationForest(Detector):
 class NearestNeighbours(Detector):
     """The mean distance to the nearest rows.
 
-    Of more than 10,000 rows to be held against, a random 10,000 are: distances then grow for all rows alike.
+    Of more than 5,000 rows to be held against, a random 5,000 are: distances then grow for all rows alike.
 
     Options:
         neighbours: how many; as many as there are, where there are fewer.

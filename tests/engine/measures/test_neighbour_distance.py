@@ -82,6 +82,8 @@ def test_the_label_share_counts_neighbours_of_another_class() -> None:
     np.testing.assert_allclose(found.columns["neighbour_label_share"][:5], expected)
     assert found.columns["neighbour_label_share"][5].isnan()
     assert "neighbour_label_share" not in found_of(rows).columns
+    all_others = found_of(rows[:5], {"neighbours": 9}, targets=targets[:5]).columns["neighbour_label_share"]
+    assert all_others.tolist() == [0.75, 0.75, 0.5, 0.5, 0.5]  # of four
 
 
 def test_twins_far_from_the_origin_are_at_no_distance() -> None:

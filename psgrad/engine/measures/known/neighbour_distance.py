@@ -21,10 +21,10 @@ _ROWS = 4096
 class NeighbourDistance(Measure):
     """The mean distance to the nearest samples in the space of projected gradients, Euclidean and by angle, and who they are.
 
-    A mislabelled sample's gradient lies among those of the class that it was given, or alone: see the label share. Among more than
-    `reference` samples the neighbours are looked for in a random subset of so many, by the seed of the run: time and memory then grow
-    with the samples, not with their square; distances are longer than among all, for all samples alike. A sample is never its own
-    neighbour. A zero gradient has no angle with others.
+    Among more than `reference` samples the neighbours are looked for in a random subset of so many, by the seed of the run: time and
+    memory then grow with the samples, not with their square, and distances are longer than among all, for all samples alike. A sample
+    is never its own neighbour. A zero gradient has no angle with others. `distance_error` is how far a distance between projections is
+    from that of the gradients, relative to it, at one standard deviation.
 
     Options:
         neighbours: how many; as many as there are, where there are fewer.
@@ -34,7 +34,7 @@ class NeighbourDistance(Measure):
     """
 
     neighbours: int = 10
-    reference: int = 10_000
+    reference: int = 5_000
     save: bool = False
 
     name: ClassVar[str] = "neighbour_distance"
@@ -70,78 +70,88 @@ class NeighbourDistance(Measure):
     def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
         setting = self._setting
         found = Projected.of(rows, setting.examples.flat.size)
-        directed = torch.nonzero((found.rows != 0).any(1)).squeeze(1)
+        directed = found.rows.any(1)
         places = found.places[directed]
         if len(found.places) > self.reference:
             setting.say(
                 f"{self.name}: neighbours are looked for among {self.reference:,} of {len(found.places):,} samples, drawn at random"
             )
-        distances, near = _nearest(found.rows, "euclidean", self.neighbours, self.reference, setting.seed)
-        angles, alike = _nearest(_unit(found.rows[directed]), "cosine", self.neighbours, self.reference, setting.seed)
+        options = self.neighbours, self.reference, setting.seed
+        distant = _Neighbours(found.rows, False, *options)
+        turned = _Neighbours(found.rows if len(places) == len(found.places) else found.rows[directed], True, *options)
+        near, alike = distant.near, turned.near
         by_distance = spread(torch.where(near >= 0, found.places[near], -1), found.places, len(setting))
         by_angle = spread(torch.where(alike >= 0, places[alike], -1), places, len(setting))
         columns = {
-            "neighbour_distance": spread(distances, found.places, len(setting)),
-            "neighbour_angle_distance": spread(angles, places, len(setting)),
+            "neighbour_distance": spread(distant.means, found.places, len(setting)),
+            "neighbour_angle_distance": spread(turned.means, places, len(setting)),
             "nearest_neighbour": by_distance[:, 0],
             "nearest_by_angle": by_angle[:, 0],
         }
         labels = setting.targets
         if labels is not None and labels.dim() == 1:
-            other = (labels[by_angle] != labels.unsqueeze(1)).double().mean(1)
-            columns["neighbour_label_share"] = other.where(by_angle[:, 0] >= 0, torch.nan)
+            known = by_angle >= 0
+            other = known & (labels[by_angle] != labels.unsqueeze(1))
+            columns["neighbour_label_share"] = other.sum(1) / known.sum(1).double()  # nothing by nothing is NaN
         numbers: dict[str, Any] = {
             "neighbours": int((near[:1] >= 0).sum()),
             "samples": len(found.places),
             "among": min(len(found.places), self.reference),
-            "median_distance": _median(distances),
-            "median_angle_distance": _median(angles),
+            "median_distance": _median(distant.means),
+            "median_angle_distance": _median(turned.means),
             "distance_error": found.noise / 2**0.5,
         }
         arrays = {"neighbours": by_distance, "neighbours_by_angle": by_angle} if self.save else {}
         return Gathered(columns, numbers, arrays=arrays)
 
 
-def _unit(rows: torch.Tensor) -> torch.Tensor:
-    """Rows of length one; first by their largest entry, as squares may vanish."""
-    rows = rows / rows.abs().amax(1, keepdim=True)
-    return rows / torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+class _Neighbours:
+    """The nearest of some rows [m, k], by Euclidean distance or by angle, for all of them.
 
+    They are looked for among `most` rows, drawn by the seed, where there are more. Nothing of m x k numbers is made.
 
-def _nearest(rows: torch.Tensor, metric: str, count: int, most: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(mean distance to the nearest rows [m] float64, which rows they are [m, count] int64, nearest first, -1 where there are none).
-
-    Neighbours are looked for among `most` rows, drawn by the seed, where there are more. Distances are taken again from differences, as
-    those by inner products lose the digits of rows that nearly agree.
+    Attributes:
+        means: [m] float64, mean distance to the nearest. near: [m, count] int64, which rows they are, nearest first, -1 for none.
     """
-    from sklearn.neighbors import NearestNeighbors
 
-    m, values = len(rows), rows.numpy()
-    chosen = np.arange(m) if m <= most else np.sort(np.random.default_rng(seed).choice(m, most, replace=False))
-    means = torch.full((m,), torch.nan, dtype=torch.float64)
-    near = torch.full((m, count), -1, dtype=torch.int64)
-    if m < 2:
-        return means, near
-    # of unit vectors the nearest by Euclidean distance are those by angle
-    search = NearestNeighbors(algorithm="brute", metric="euclidean").fit(values[chosen])
-    own = search.kneighbors(n_neighbors=min(count, len(chosen) - 1), return_distance=False)  # no row is its own neighbour
-    others = np.setdiff1d(np.arange(m), chosen)
-    for start in range(0, len(chosen), _ROWS):
-        _note(rows, metric, chosen[start : start + _ROWS], chosen[own[start : start + _ROWS]], means, near)
-    for start in range(0, len(others), _ROWS):
-        some = others[start : start + _ROWS]
-        found = search.kneighbors(values[some], n_neighbors=min(count, len(chosen)), return_distance=False)
-        _note(rows, metric, some, chosen[found], means, near)
-    return means, near
+    def __init__(self, rows: torch.Tensor, by_angle: bool, count: int, most: int, seed: int) -> None:
+        from sklearn.neighbors import NearestNeighbors
 
+        self.rows, self.by_angle = rows, by_angle
+        m = len(rows)
+        self.means = torch.full((m,), torch.nan, dtype=torch.float64)
+        self.near = torch.full((m, count), -1, dtype=torch.int64)
+        if m < 2:
+            return
+        chosen = np.arange(m) if m <= most else np.sort(np.random.default_rng(seed).choice(m, most, replace=False))
+        search = NearestNeighbors(algorithm="brute").fit(self._at(torch.from_numpy(chosen)).numpy())
+        own = search.kneighbors(n_neighbors=min(count, len(chosen) - 1), return_distance=False)  # no row is its own neighbour
+        for start in range(0, len(chosen), _ROWS):
+            self._note(torch.from_numpy(chosen[start : start + _ROWS]), torch.from_numpy(chosen[own[start : start + _ROWS]]))
+        others = np.setdiff1d(np.arange(m), chosen)
+        for start in range(0, len(others), _ROWS):
+            some = torch.from_numpy(others[start : start + _ROWS])
+            found = search.kneighbors(self._at(some).numpy(), n_neighbors=min(count, len(chosen)), return_distance=False)
+            self._note(some, torch.from_numpy(chosen[found]))
 
-def _note(rows: torch.Tensor, metric: str, some: Any, found: Any, means: torch.Tensor, near: torch.Tensor) -> None:
-    """Write the neighbours [s, k] of some rows [s], and their mean distances."""
-    places, neighbours = torch.from_numpy(some), torch.from_numpy(found)
-    each = [torch.linalg.vector_norm(rows[neighbours[:, k]].double() - rows[places].double(), dim=1) for k in range(neighbours.shape[1])]
-    distances, order = torch.stack(each, 1).sort(dim=1, stable=True)
-    near[places, : neighbours.shape[1]] = neighbours.gather(1, order)
-    means[places] = (distances.square() / 2 if metric == "cosine" else distances).mean(1)
+    def _at(self, places: torch.Tensor) -> torch.Tensor:
+        """Some rows; by angle of length one, as of unit vectors the nearest are those of the smallest angle."""
+        rows = self.rows[places]
+        if not self.by_angle:
+            return rows
+        rows = rows / rows.abs().amax(1, keepdim=True)  # first by the largest entry: squares may vanish
+        return rows / torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+
+    def _note(self, places: torch.Tensor, found: torch.Tensor) -> None:
+        """Write down the neighbours [s, count] of some rows [s].
+
+        Distances are taken again, from differences: those by inner products lose the digits of rows that nearly agree.
+        """
+        rows = self._at(places).double()
+        each = [torch.linalg.vector_norm(self._at(found[:, k]).double() - rows, dim=1) for k in range(found.shape[1])]
+        distances, order = torch.stack(each, 1).sort(dim=1, stable=True)
+        self.near[places, : found.shape[1]] = found.gather(1, order)
+        self.means[places] = (distances.square() / 2 if self.by_angle else distances).mean(1)
 
 
 def _median(values: torch.Tensor) -> float | None:
