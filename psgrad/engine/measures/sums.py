@@ -6,7 +6,8 @@ gradients of a chunk.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ class GradientSums:
         self._sums: torch.Tensor | None = None  # [groups, p]
         self.counts = torch.zeros(1, dtype=torch.int64)
         self.squares = torch.zeros(len(self.flat.shapes), dtype=torch.float64)
-        self._chunk: Any = None  # the gradients last asked about, and what was found
+        self._chunk: weakref.ref[PerSampleGradients] | None = None  # those last asked about; memory may be short, so they are not held
         self._pending: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self._means: tuple[torch.Tensor, list[Vectors]] | None = None  # [p], and each group's
         self._dots: dict[str, torch.Tensor] = {}
@@ -85,10 +86,8 @@ class GradientSums:
 
     def add(self, gradients: PerSampleGradients) -> None:
         """A chunk. It counts from `keep` on."""
-        if self._chunk is gradients:
+        if not self._is_new(gradients):
             return
-        self._forget()
-        self._chunk = gradients
         found = torch.zeros(self.groups, self.flat.size, dtype=torch.float64, device=self.device)
         counts = torch.zeros(self.groups, dtype=torch.int64)
         sorted_gradients, _, groups = self._sorted(gradients)
@@ -204,13 +203,19 @@ class GradientSums:
     def _vectors(self, flat: torch.Tensor) -> Vectors:
         return {name: part[0].to(accumulating_dtype(self.params[name].dtype)) for name, part in self.flat.split(flat.unsqueeze(0)).items()}
 
-    def _once(self, gradients: PerSampleGradients, what: str, query: Any) -> torch.Tensor:
-        if self._chunk is not gradients:
-            self._forget()
-            self._chunk = gradients
+    def _once(self, gradients: PerSampleGradients, what: str, query: Callable[[], torch.Tensor]) -> torch.Tensor:
+        self._is_new(gradients)
         if what not in self._dots:
             self._dots[what] = query()
         return self._dots[what]
+
+    def _is_new(self, gradients: PerSampleGradients) -> bool:
+        """Whether this is another chunk than that last asked about, of which all is forgotten then."""
+        if self._chunk is not None and self._chunk() is gradients:
+            return False
+        self._forget()
+        self._chunk = weakref.ref(gradients)
+        return True
 
     def _forget(self) -> None:
         self._chunk, self._pending, self._dots = None, None, {}

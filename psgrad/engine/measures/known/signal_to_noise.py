@@ -86,7 +86,7 @@ class SignalToNoise(Measure):
             flat.shapes, flat.columns.values(), self._sums.squares, self._sums.square_means, strict=True
         ):
             signal, noise = estimates(n, float(squares) / n, float(mean)) if n > 1 else (torch.nan, torch.nan)
-            ratio = signal / noise if noise > _ROUNDINGS * self._rounding[name] * float(squares) / n else torch.nan
+            ratio = signal / noise if noise > _ROUNDINGS * self._rounding[name] * float(squares) / max(n, 1) else torch.nan
             for key, value in zip(table, (name, columns.stop - columns.start, signal, noise, ratio), strict=True):
                 table[key].append(value)
         if self._squares is None or n < 2:

@@ -1,0 +1,203 @@
+"""What the measures of `psgrad analyze` cost, as a multiple of the norm pass: each by itself, and all of a kind together.
+
+    python benchmarks/measures.py [--rounds 11] [--only NAME ...] [--json FILE]
+
+The network and the images are those of configs/digits.yaml. The ways take turns in every round of one process, and each is a whole run
+from the images on: the stream of gradients, the first pass, the second look where measures take one, their own passes, and what is
+gathered, without tables and reports. `norms` is the run without measures. Beside the clock's seconds stand the processor's, of all
+cores together, which others' work does not count in.
+
+Kinds of measures:
+
+    one pass             they look at the gradients and outputs of the one pass; together at most 1.5 times the norm pass
+    own passes           they go over the samples again by themselves (other gradients than those of the parameters)
+    second derivatives   they differentiate gradients
+    checkpoints          they look at several checkpoints, and are not timed here
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import torch.nn.functional as F
+from inner import DIGITS, digits_network
+from norms import machine
+
+from psgrad.engine.examples import Examples
+from psgrad.engine.measures.known import known_measures
+from psgrad.engine.measures.measure import Measure, Setting
+from psgrad.engine.measures.norms import GradientNorms
+from psgrad.engine.measures.predictions import Predictions, summary_for
+from psgrad.engine.measures.second_look import SecondLook
+from psgrad.engine.objective import Objective
+from psgrad.errors import MeasureError
+
+# All measures of the one pass together, as a multiple of the norm pass, on two CPU cores.
+BAR = 1.5
+SECOND_DERIVATIVES = ("hessian_top_eigenvalue", "hessian_trace")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds over the rounds: by the clock, and of the processor's cores together; each with its ratio to the norm pass."""
+
+    median: float
+    lower_quartile: float
+    upper_quartile: float
+    ratio: float
+    processor: float
+    processor_ratio: float
+
+
+class Digits:
+    """The images of configs/digits.yaml, their labels, and the network."""
+
+    def __init__(self, samples: int | None = None) -> None:
+        data = numpy.load(DIGITS / "digits.npz")
+        self.images, self.labels = (torch.from_numpy(data[key])[:samples] for key in ("image", "label"))
+        self.model = digits_network(torch.device("cpu"))
+
+    def read(self, start: int, stop: int) -> Any:
+        return _Batch((self.images[start:stop],), self.labels[start:stop])
+
+    def setting(self) -> Setting:
+        """Made anew for each run, so that none knows what another found."""
+        objective = Objective(self.model, F.cross_entropy)
+        return Setting(Examples(objective, self.read, len(self.images)), "class", self.labels, 10)
+
+    def run(self, measures: Sequence[Measure]) -> None:
+        """One whole run with these measures."""
+        setting = self.setting()
+        every = [GradientNorms(), Predictions(summary_for("class")), *measures]
+        for measure in every:
+            measure.prepare(setting)
+        setting.examples.objective.summary = lambda output, target: {
+            key: value for each in every for key, value in each.summary(output, target).items()
+        }
+        stream, count = setting.examples.stream, len(setting)
+        again = [measure for measure in every if measure.looks_twice]
+        second = SecondLook(again, stream)
+        rows = _joined(stream.run(count, [*every, second] if again else every, often=True))
+        chunk_size = stream.chunk_size
+        if again:
+            for measure in again:
+                measure.between()
+            rows |= _joined(second.run(0))
+        stream.fix_chunk_size(chunk_size)
+        for measure in every:
+            for own in measure.passes():
+                rows |= _joined(own.run(0, chunk_size))
+        rows["ok"] = torch.isfinite(rows["loss"]) & torch.isfinite(rows["grad_norm"])
+        for measure in measures:
+            measure.gather(rows)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    inputs: tuple[torch.Tensor, ...]
+    target: torch.Tensor
+
+
+def _joined(chunks: Any) -> dict[str, torch.Tensor]:
+    parts = [columns.values for columns in chunks]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def kinds(problem: Digits, names: Sequence[str]) -> dict[str, list[str]]:
+    """kind -> measures of that kind, among those of these names."""
+    found: dict[str, list[str]] = {"one pass": [], "own passes": [], "second derivatives": [], "checkpoints": []}
+    for name in names:
+        measure = known_measures()[name]()
+        try:
+            measure.prepare(problem.setting())
+            own = bool(measure.passes())
+        except MeasureError:
+            found["checkpoints"].append(name)
+            continue
+        found["second derivatives" if name in SECOND_DERIVATIVES else "own passes" if own else "one pass"].append(name)
+    return found
+
+
+def with_needed(names: Sequence[str]) -> list[Measure]:
+    """The measures of these names, those that they need before them."""
+    found: dict[str, Measure] = {}
+
+    def add(name: str) -> None:
+        measure = known_measures()[name]()
+        for each in measure.needs:
+            add(each)
+        found.setdefault(name, measure)
+
+    for name in names:
+        add(name)
+    return list(found.values())
+
+
+def time_in_turn(ways: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Timing]:
+    """Every way once a round, after a first call that is thrown away."""
+    for way in ways.values():
+        way()
+    clock: dict[str, list[float]] = {name: [] for name in ways}
+    processor: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, way in ways.items():
+            began, worked = time.perf_counter(), time.process_time()
+            way()
+            clock[name].append(time.perf_counter() - began)
+            processor[name].append(time.process_time() - worked)
+    base = statistics.median(clock["norms"]), statistics.median(processor["norms"])
+    found = {}
+    for name in ways:
+        lower, middle, upper = torch.tensor(clock[name]).double().quantile(torch.tensor([0.25, 0.5, 0.75]).double()).tolist()
+        worked = statistics.median(processor[name])
+        found[name] = Timing(middle, lower, upper, middle / base[0], worked, worked / base[1])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time the measures of psgrad analyze against the norm pass.")
+    parser.add_argument("--rounds", type=int, default=11, help="timings of each way (default: %(default)s)")
+    parser.add_argument("--samples", type=int, help="how many of the digits (default: all)")
+    parser.add_argument("--only", nargs="+", choices=list(known_measures()), default=list(known_measures()), metavar="NAME")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
+    arguments = parser.parse_args()
+    facts = machine(torch.device("cpu"))
+    print(", ".join(f"{name} {value}" for name, value in facts.items()) + f", {arguments.rounds} rounds")
+    problem = Digits(arguments.samples)
+    sorted_names = kinds(problem, arguments.only)
+    ways: dict[str, Callable[[], Any]] = {"norms": lambda: problem.run([])}
+    for kind in ("one pass", "own passes", "second derivatives"):
+        names = sorted_names[kind]
+        ways |= {name: lambda name=name: problem.run(with_needed([name])) for name in names}  # type: ignore[misc]
+        if len(names) > 1:
+            ways[f"all: {kind}"] = lambda names=names: problem.run(with_needed(names))  # type: ignore[misc]
+    timings = time_in_turn(ways, arguments.rounds)
+    print(f"  {'':<28}{'median':>10}{'quartiles':>20}{'x norms':>10}{'processor':>11}")
+    for name, timing in timings.items():
+        quartiles = f"{1e3 * timing.lower_quartile:.0f} .. {1e3 * timing.upper_quartile:.0f}"
+        numbers = f"{1e3 * timing.median:>7.0f} ms{quartiles:>20}{timing.ratio:>10.2f}{timing.processor_ratio:>11.2f}"
+        bar = f"   at most {BAR}: {'pass' if timing.ratio <= BAR else 'FAIL'}" if name == "all: one pass" else ""
+        print(f"  {name:<28}{numbers}{bar}", flush=True)
+    if arguments.json is not None:
+        content = {
+            "machine": facts,
+            "rounds": arguments.rounds,
+            "samples": len(problem.images),
+            "bar": BAR,
+            "kinds": sorted_names,
+            "seconds": {name: asdict(timing) for name, timing in timings.items()},
+        }
+        arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""Measures run over samples as `psgrad analyze` does, and the same samples' gradients by a plain loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from psgrad.engine.examples import Examples
+from psgrad.engine.gradients.streaming import Columns
+from psgrad.engine.measures.measure import Gathered, Measure, Setting
+from psgrad.engine.measures.norms import GradientNorms
+from psgrad.engine.measures.predictions import Predictions, summary_for
+from psgrad.engine.measures.second_look import SecondLook
+from psgrad.engine.objective import Objective
+
+Criterion = Callable[[Any, Any], Tensor]
+
+
+@dataclass
+class Rows:
+    """Samples and the model that they are measured by."""
+
+    model: nn.Module
+    inputs: Tensor
+    targets: Tensor | None
+    criterion: Criterion = nn.functional.cross_entropy
+    kind: str = "class"
+    classes: int | None = 3
+
+    def read(self, start: int, stop: int) -> Any:
+        return _Batch((self.inputs[start:stop],), None if self.targets is None else self.targets[start:stop])
+
+    def setting(self, chunk_size: int | str = "auto", seed: int = 0) -> Setting:
+        objective = Objective(self.model, self.criterion)
+        examples = Examples(objective, self.read, len(self.inputs), {"chunk_size": chunk_size})
+        return Setting(examples, self.kind, self.targets, self.classes, seed=seed)
+
+    def loop(self) -> np.ndarray:
+        """[n, p] float64: the gradients of one sample at a time, by PyTorch's own autograd."""
+        parameters = list(self.model.parameters())
+        rows = []
+        for i in range(len(self.inputs)):
+            output = self.model(self.inputs[i : i + 1])[0]
+            loss = self.criterion(output, None if self.targets is None else self.targets[i])
+            found = torch.autograd.grad(loss, parameters, allow_unused=True)
+            parts = [torch.zeros_like(p) if g is None else g for g, p in zip(found, parameters, strict=True)]
+            rows.append(torch.cat([part.flatten() for part in parts]).double())
+        return torch.stack(rows).numpy()
+
+    def logits(self) -> np.ndarray:
+        """[n, C] float64."""
+        with torch.no_grad():
+            return self.model(self.inputs).double().numpy()
+
+
+@dataclass(frozen=True)
+class _Batch:
+    inputs: tuple[Tensor, ...]
+    target: Tensor | None
+
+
+@dataclass
+class Measured:
+    rows: dict[str, Tensor]
+    gathered: dict[str, Gathered]
+
+
+def classifier(n: int = 23, dtype: torch.dtype = torch.float64, classes: int = 3, seed: int = 0) -> Rows:
+    """A small convolutional network, and images of `classes` classes."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(3 * 9, 6), nn.Tanh(), nn.Linear(6, classes)).to(dtype)
+    return Rows(model, torch.randn(n, 1, 5, 5, dtype=dtype), torch.randint(classes, (n,)), classes=classes)
+
+
+def measured(
+    rows: Rows,
+    make: Callable[[], Sequence[Measure]],
+    chunk_size: int | str = "auto",
+    interrupted_at: int | None = None,
+    keeps: bool = True,
+    seed: int = 0,
+) -> Measured:
+    """All passes over the rows.
+
+    interrupted_at: each pass ends at the first chunk that reaches this row, and goes on in measures that are made anew, from the state.
+    keeps: whether gradients stay in memory for the second pass.
+    """
+    run = _Run(rows, make, chunk_size, keeps, seed)
+    first = run.take(lambda run, start: run.stream.run(len(run.rows.inputs), run.first, start=start, often=True), interrupted_at, "first")
+    if run.again:
+        for measure in run.again:
+            measure.between()
+        first |= run.take(lambda run, start: run.second.run(start), interrupted_at, "again")
+    first["ok"] = torch.isfinite(first["loss"]) & torch.isfinite(first["grad_norm"])
+    return Measured(first, {measure.name: measure.gather(first) for measure in run.measures if measure.name})
+
+
+class _Run:
+    def __init__(self, rows: Rows, make: Callable[[], Sequence[Measure]], chunk_size: int | str, keeps: bool, seed: int) -> None:
+        self.rows, self._given = rows, (make, chunk_size, keeps, seed)
+        self.make()
+
+    def make(self) -> None:
+        make, chunk_size, keeps, seed = self._given
+        setting = self.rows.setting(chunk_size, seed)
+        self.measures = [GradientNorms(), Predictions(summary_for(self.rows.kind)), *make()]
+        for measure in self.measures:
+            measure.prepare(setting)
+        setting.examples.objective.summary = lambda output, target: {
+            key: value for each in self.measures for key, value in each.summary(output, target).items()
+        }
+        self.stream = setting.examples.stream
+        self.again = [measure for measure in self.measures if measure.looks_twice]
+        self.second = SecondLook(self.again, self.stream)
+        if not keeps:
+            self.second._give_back()
+        self.first = [*self.measures, self.second] if self.again else self.measures
+        self.states: dict[str, list[dict[str, Tensor]]] = {}
+
+    def take(self, run: Callable[[_Run, int], Any], interrupted_at: int | None, name: str) -> dict[str, Tensor]:
+        found: list[Columns] = []
+        which = "first" if name == "first" else "again"
+        for columns in run(self, 0):
+            found.append(columns)
+            if interrupted_at is not None and columns.stop >= interrupted_at:
+                break
+        if interrupted_at is not None and found[-1].stop < len(self.rows.inputs):
+            states, size = [measure.state() for measure in getattr(self, which)], self.stream.chunk_size
+            before = dict(self.states)
+            self.make()
+            self.states = before
+            self.stream.fix_chunk_size(size)
+            if name == "again":  # what the first pass said is known by then
+                _restore(self.first, before["first"])
+                for measure in self.again:
+                    measure.between()
+            _restore(getattr(self, which), states)
+            found += list(run(self, found[-1].stop))
+        self.states[name] = [{key: value.clone() for key, value in measure.state().items()} for measure in getattr(self, which)]
+        keys = found[0].values
+        return {key: torch.cat([columns.values[key] for columns in found]) for key in keys}
+
+
+def _restore(measures: Sequence[Measure], states: Sequence[dict[str, Tensor]]) -> None:
+    for measure, state in zip(measures, states, strict=True):
+        if state:
+            measure.restore(state)

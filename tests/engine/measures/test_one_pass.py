@@ -1,0 +1,350 @@
+"""The measures of the one pass beside definitions in numpy, on gradients of a plain loop over samples in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from psgrad.engine.measures.known.confidence import Confidence
+from psgrad.engine.measures.known.cosine_to_class_mean import CosineToClassMean
+from psgrad.engine.measures.known.cosine_to_mean import CosineToMean
+from psgrad.engine.measures.known.el2n import EL2N
+from psgrad.engine.measures.known.layer_norms import LayerNorms
+from psgrad.engine.measures.known.loo_mean_change import LooMeanChange
+from psgrad.engine.measures.known.margin import Margin
+from psgrad.engine.measures.known.noise_scale import NoiseScale
+from psgrad.engine.measures.known.relative_norm import RelativeNorm
+from psgrad.engine.measures.known.signal_to_noise import SignalToNoise
+from psgrad.engine.measures.measure import Measure
+from psgrad.errors import MeasureError
+from tests.engine.measures.passes import Measured, Rows, classifier, measured
+
+
+def every() -> list[Measure]:
+    return [
+        EL2N(),
+        Margin(),
+        Confidence(),
+        LayerNorms(),
+        RelativeNorm(),
+        CosineToMean(),
+        CosineToClassMean(),
+        LooMeanChange(),
+        NoiseScale(resamples=100),
+        SignalToNoise(elements="array"),
+    ]
+
+
+COLUMNS = ("el2n", "margin", "self_confidence", "relative_norm", "cosine_to_mean", "cosine_to_class_mean", "loo_mean_change")
+
+
+@dataclass
+class Oracle:
+    """All of it from [n, p] gradients, [n, C] logits and labels, of samples that are finite."""
+
+    gradients: np.ndarray
+    logits: np.ndarray
+    labels: np.ndarray
+    theta: np.ndarray
+
+    def columns(self) -> dict[str, np.ndarray]:
+        n, rows = len(self.labels), np.arange(len(self.labels))
+        exponentials = np.exp(self.logits - self.logits.max(1, keepdims=True))
+        p = exponentials / exponentials.sum(1, keepdims=True)
+        others = self.logits.copy()
+        others[rows, self.labels] = -np.inf
+        g, mean = self.gradients, self.gradients.mean(0)
+        class_means = np.stack([g[self.labels == label].mean(0) for label in self.labels])
+        without = np.stack([np.delete(g, i, 0).mean(0) if n > 1 else np.full(g.shape[1], np.nan) for i in range(n)])
+        return {
+            "el2n": np.linalg.norm(p - np.eye(self.logits.shape[1])[self.labels], axis=1),
+            "margin": self.logits[rows, self.labels] - others.max(1),
+            "self_confidence": p[rows, self.labels],
+            "relative_norm": np.linalg.norm(g, axis=1) / np.linalg.norm(self.theta),
+            "cosine_to_mean": cosine(g, mean),
+            "cosine_to_class_mean": cosine(g, class_means),
+            "loo_mean_change": np.linalg.norm(mean - without, axis=1),
+        }
+
+    def noise(self, part: slice = slice(None)) -> tuple[float, float]:
+        """(|G|^2, tr Sigma) as means over all pairs of samples: of products, and of half the squared distances."""
+        g = self.gradients[:, part]
+        n = len(g)
+        products = g @ g.T
+        pairs = n * (n - 1)
+        square_mean = (products.sum() - np.trace(products)) / pairs
+        distances = ((g[:, None] - g[None]) ** 2).sum(-1)
+        return float(square_mean), float(distances.sum() / 2 / pairs)
+
+
+def cosine(g: np.ndarray, other: np.ndarray) -> np.ndarray:
+    with np.errstate(invalid="ignore"):
+        return np.asarray((g * other).sum(1) / (np.linalg.norm(g, axis=1) * np.linalg.norm(other, axis=-1)))
+
+
+def oracle(rows: Rows, finite: Sequence[int] | slice = slice(None)) -> Oracle:
+    assert rows.targets is not None
+    theta = torch.cat([p.detach().flatten() for p in rows.model.parameters()]).double().numpy()
+    return Oracle(rows.loop()[finite], rows.logits()[finite], rows.targets.numpy()[finite], theta)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+def test_every_column_is_its_definition(dtype: torch.dtype, tolerance: float) -> None:
+    rows = classifier(40, torch.float64)
+    expected = oracle(rows).columns()
+    rows = Rows(rows.model.to(dtype), rows.inputs.to(dtype), rows.targets)
+    if dtype == torch.float32:  # the definition, of the numbers that float32 holds
+        exact = Rows(rows.model.double(), rows.inputs.double(), rows.targets)
+        expected = oracle(exact).columns()
+        rows.model.float()
+    found = measured(rows, every, chunk_size=7).rows
+    for name in COLUMNS:
+        np.testing.assert_allclose(found[name].numpy(), expected[name], rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+def places(rows: Rows) -> dict[str, slice]:
+    found, start = {}, 0
+    for name, parameter in rows.model.named_parameters():
+        found[name] = slice(start, start := start + parameter.numel())
+    return found
+
+
+def test_norms_by_layer_are_those_of_the_layers_parameters() -> None:
+    rows = classifier(9)
+    g, theta, where = rows.loop(), oracle(rows).theta, places(rows)
+    layers = {name.rpartition(".")[0]: [] for name in where}
+    for name, columns in where.items():
+        layers[name.rpartition(".")[0]] += list(range(columns.start, columns.stop))
+    by_layer = {layer: np.linalg.norm(g[:, columns], axis=1) for layer, columns in layers.items()}
+    found = measured(rows, lambda: [LayerNorms(), RelativeNorm()], 4)
+    for layer, norms in by_layer.items():
+        np.testing.assert_allclose(found.rows[f"layer_norm.{layer}"], norms, rtol=1e-10)
+    relative = np.stack([norms / np.linalg.norm(theta[layers[layer]]) for layer, norms in by_layer.items()], 1)
+    np.testing.assert_allclose(found.rows["relative_norm_largest"], relative.max(1), rtol=1e-10)
+    assert found.rows["relative_norm_layer"].tolist() == relative.argmax(1).tolist()
+    assert found.gathered["relative_norm"].numbers["layers"] == list(layers)
+    table = found.gathered["relative_norm"].tables["parameters"]
+    np.testing.assert_allclose(table["parameter_norm"], [np.linalg.norm(theta[where[name]]) for name in table["parameter"]], rtol=1e-12)
+    means = [(np.linalg.norm(g[:, where[name]], axis=1) / np.linalg.norm(theta[where[name]])).mean() for name in table["parameter"]]
+    np.testing.assert_allclose(table["mean"], means, rtol=1e-10)
+
+
+def test_many_layers_are_an_array() -> None:
+    rows = classifier(5)
+    found = measured(rows, lambda: [LayerNorms(per="parameter", columns_up_to=5)], 2)
+    g = rows.loop()
+    expected = np.stack([np.linalg.norm(g[:, columns], axis=1) for columns in places(rows).values()], 1)
+    np.testing.assert_allclose(found.gathered["layer_norms"].arrays["layer_norms"], expected, rtol=1e-6)
+    assert found.gathered["layer_norms"].numbers["layers"] == list(places(rows))
+    assert not [name for name in found.rows if name.startswith("layer_norm.")]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+def test_the_signal_and_the_noise_of_each_parameter_and_element_are_their_definitions(dtype: torch.dtype, tolerance: float) -> None:
+    rows = classifier(30, dtype)
+    exact = oracle(Rows(rows.model.double(), rows.inputs.double(), rows.targets))
+    rows.model.to(dtype)
+    found = measured(rows, lambda: [SignalToNoise(elements="array"), NoiseScale(resamples=0)], 7).gathered
+    table = found["signal_to_noise"].tables["parameters"]
+    for place, (name, columns) in enumerate(places(rows).items()):
+        square_mean, noise = exact.noise(columns)
+        assert table["signal"][place] == pytest.approx(square_mean, rel=tolerance, abs=tolerance * noise)
+        assert table["noise"][place] == pytest.approx(noise, rel=tolerance)
+        assert table["signal_to_noise"][place] == pytest.approx(square_mean / noise, rel=tolerance, abs=tolerance)
+        g = exact.gradients[:, columns]
+        variance = g.var(0, ddof=1)
+        expected = (g.mean(0) ** 2 - variance / len(g)) / variance
+        elements = found["signal_to_noise"].arrays[name].flatten().numpy()
+        np.testing.assert_allclose(elements, expected, rtol=tolerance, atol=tolerance)
+        for key, q in (("element_q05", 0.05), ("element_median", 0.5), ("element_q95", 0.95)):
+            assert table[key][place] == pytest.approx(np.quantile(elements, q, method="inverted_cdf"))
+    square_mean, noise = exact.noise()
+    numbers = found["noise_scale"].numbers
+    assert numbers["square_mean"] == pytest.approx(square_mean, rel=tolerance, abs=tolerance * noise)
+    assert numbers["noise"] == pytest.approx(noise, rel=tolerance)
+
+
+# -- however the samples are cut, and wherever the run is interrupted --------------------------------------------------------------------
+
+
+def same(one: Measured, other: Measured, exactly: bool) -> None:
+    check: Callable[..., None] = np.testing.assert_array_equal if exactly else np.testing.assert_allclose
+    options: dict[str, Any] = {} if exactly else {"rtol": 1e-8, "atol": 1e-10}
+    assert one.rows.keys() == other.rows.keys()
+    for name, column in one.rows.items():
+        check(column.numpy(), other.rows[name].numpy(), err_msg=name, **options)
+    for name, gathered in one.gathered.items():
+        again = other.gathered[name]
+        assert gathered.tables.keys() == again.tables.keys()
+        for key, table in gathered.tables.items():
+            for column, values in table.items():
+                left, right = (list(x) for x in (values, again.tables[key][column]))
+                if left and isinstance(left[0], str):
+                    assert left == right
+                else:
+                    check(np.array(left, float), np.array(right, float), err_msg=f"{name} {column}", **options)
+        for key, array in gathered.arrays.items():
+            check(array.numpy(), again.arrays[key].numpy(), err_msg=key, **options)
+        numbers = {key: value for key, value in gathered.numbers.items() if isinstance(value, (float, list))}
+        if exactly:
+            assert numbers == {key: again.numbers[key] for key in numbers}
+
+
+@settings(max_examples=8, deadline=None)
+@given(n=st.integers(1, 19), chunk_size=st.integers(1, 20), keeps=st.booleans())
+def test_the_chunks_do_not_matter(n: int, chunk_size: int, keeps: bool) -> None:
+    rows = classifier(n)
+    same(measured(rows, every, chunk_size, keeps=keeps), measured(rows, every, n), exactly=False)
+
+
+@settings(max_examples=8, deadline=None)
+@given(n=st.integers(2, 17), chunk_size=st.integers(1, 6), at=st.integers(1, 16), keeps=st.booleans())
+def test_an_interrupted_run_ends_with_the_same_bits(n: int, chunk_size: int, at: int, keeps: bool) -> None:
+    rows = classifier(n, torch.float32)
+    same(measured(rows, every, chunk_size), measured(rows, every, chunk_size, interrupted_at=min(at, n), keeps=keeps), exactly=True)
+
+
+def test_an_automatic_chunk_size_gives_the_same_bits_from_memory_and_without() -> None:
+    rows = classifier(150, torch.float32)  # a small chunk first, then larger ones
+    kept = measured(rows, every)
+    same(kept, measured(rows, every, keeps=False), exactly=True)
+    same(kept, measured(rows, every, interrupted_at=8), exactly=True)
+
+
+# -- samples and models at the edges -----------------------------------------------------------------------------------------------------
+
+
+def test_samples_that_are_not_finite_are_nan_and_add_nothing() -> None:
+    rows = classifier(14)
+    rows.inputs[3] = math.nan
+    rows.inputs[9, 0, 0, 0] = math.inf
+    finite = [i for i in range(14) if i not in (3, 9)]
+    expected = oracle(rows, finite).columns()
+    found = measured(rows, every, 5)
+    for name in COLUMNS:
+        assert found.rows[name][[3, 9]].isnan().all(), name
+        np.testing.assert_allclose(found.rows[name][finite], expected[name], rtol=1e-10, atol=1e-12, err_msg=name)
+    clean = Rows(rows.model, rows.inputs[finite], rows.targets[finite] if rows.targets is not None else None)
+    again = measured(clean, every, 5)
+    for name in ("noise_scale", "signal_to_noise", "relative_norm"):
+        for key, table in again.gathered[name].tables.items():
+            for column, values in table.items():
+                if column != "parameter":
+                    np.testing.assert_allclose(found.gathered[name].tables[key][column], values, rtol=1e-10)
+    assert found.gathered["noise_scale"].numbers["samples"] == 12
+    assert found.gathered["noise_scale"].numbers["square_mean"] == pytest.approx(again.gathered["noise_scale"].numbers["square_mean"])
+
+
+def test_no_sample_is_finite() -> None:
+    rows = classifier(3)
+    rows.inputs[:] = math.nan
+    found = measured(rows, every, 2)
+    assert all(found.rows[name].isnan().all() for name in COLUMNS)
+    assert found.gathered["noise_scale"].numbers["noise_scale"] is None
+    assert all(math.isnan(value) for value in found.gathered["signal_to_noise"].tables["parameters"]["signal_to_noise"])
+
+
+def test_one_sample_has_cosine_one_and_nothing_to_leave_out() -> None:
+    found = measured(classifier(1), every)
+    assert found.rows["cosine_to_mean"].item() == found.rows["cosine_to_class_mean"].item() == pytest.approx(1)
+    assert math.isnan(found.rows["loo_mean_change"].item())
+    numbers = found.gathered["noise_scale"].numbers
+    assert numbers["noise_scale"] is None
+    assert numbers["status"].startswith("undefined: 1 samples")
+
+
+def test_of_one_class_both_cosines_are_the_same() -> None:
+    rows = classifier(8)
+    rows.targets = torch.ones(8, dtype=torch.int64)
+    found = measured(rows, every, 3)
+    torch.testing.assert_close(found.rows["cosine_to_class_mean"], found.rows["cosine_to_mean"])
+    assert found.gathered["cosine_to_class_mean"].tables["classes"]["samples"].tolist() == [0, 8, 0]
+
+
+def test_cosines_with_nothing_are_empty_not_zero() -> None:
+    """The loss of a sample is its target times the output: some gradients are zero, and those of the first class cancel."""
+    model = nn.Linear(2, 1, bias=False).double()
+    inputs = torch.tensor([[1.0, 2.0], [-1.0, -2.0], [0.0, 0.0], [3.0, 1.0]], dtype=torch.float64)
+    rows = Rows(model, inputs, torch.tensor([0, 0, 1, 1]), lambda output, target: output.sum(), classes=2)
+    found = measured(rows, lambda: [CosineToMean(), CosineToClassMean(), LooMeanChange()], 3).rows
+    assert found["cosine_to_class_mean"].isnan().tolist() == [True, True, True, False]
+    assert found["cosine_to_mean"].isnan().tolist() == [False, False, True, False]
+    mean = inputs.mean(0)
+    torch.testing.assert_close(found["loo_mean_change"], (inputs - mean).norm(dim=1) / 3)
+
+
+def test_all_gradients_zero() -> None:
+    rows = classifier(6)
+    rows.criterion = lambda output, target: 0 * output.sum()
+    found = measured(rows, every, 4)
+    for name in ("cosine_to_mean", "cosine_to_class_mean"):
+        assert found.rows[name].isnan().all()
+    assert (found.rows["loo_mean_change"] == 0).all()
+    assert (found.rows["relative_norm"] == 0).all()
+    assert found.gathered["noise_scale"].numbers["noise_scale"] is None
+    assert found.gathered["noise_scale"].numbers["status"].startswith("undefined: the estimate of |G|^2 is 0")
+    assert all(math.isnan(value) for value in found.gathered["signal_to_noise"].tables["parameters"]["signal_to_noise"])
+
+
+def test_nearly_equal_gradients_keep_the_digits_of_their_differences() -> None:
+    """In float32 the squares of gradients hide differences a ten-thousandth their size."""
+    torch.manual_seed(1)
+    model = nn.Linear(50, 1, bias=False)
+    inputs = torch.randn(50) + 1e-4 * torch.randn(12, 50)
+    rows = Rows(model, inputs, None, lambda output, target: output.sum(), "custom", None)
+    exact = inputs.double()
+    found = measured(rows, lambda: [LooMeanChange()], 5).rows["loo_mean_change"]
+    torch.testing.assert_close(found, (exact - exact.mean(0)).norm(dim=1) / 11, rtol=2e-3, atol=0)
+
+
+def test_a_parameter_that_the_loss_does_not_use_and_one_that_is_zero() -> None:
+    rows = classifier(7)
+    nn.init.zeros_(rows.model[5].weight)
+    nn.init.zeros_(rows.model[5].bias)
+    rows.model.register_parameter("unused", nn.Parameter(torch.ones(2, dtype=torch.float64)))
+    found = measured(rows, every, 3)
+    names = found.gathered["relative_norm"].numbers["layers"]
+    assert names == ["(model)", "0", "3", "5"]
+    assert (found.rows["layer_norm.(model)"] == 0).all()
+    assert (found.rows["relative_norm_layer"] != names.index("5")).all()
+    table = found.gathered["relative_norm"].tables["parameters"]
+    assert math.isnan(table["mean"][table["parameter"].index("5.weight")])
+    assert table["mean"][table["parameter"].index("unused")] == 0
+
+
+def test_the_class_that_is_ignored_is_none() -> None:
+    rows = classifier(9)
+    assert rows.targets is not None
+    rows.targets[4] = -100
+    rows.criterion = lambda output, target: nn.functional.cross_entropy(output, target, reduction="sum")
+    found = measured(rows, every, 4).rows
+    for name in ("el2n", "margin", "self_confidence", "cosine_to_class_mean", "cosine_to_mean"):
+        assert found[name].isnan().tolist() == [i == 4 for i in range(9)], name
+    assert found["loo_mean_change"].isfinite().all()
+
+
+@pytest.mark.parametrize("measure", [EL2N, Margin, Confidence, CosineToClassMean])
+def test_what_has_no_classes_is_refused(measure: Callable[[], Measure]) -> None:
+    rows = classifier(4)
+    rows.kind, rows.targets = "value", torch.zeros(4)
+    with pytest.raises(MeasureError, match="looks at the class of each sample, and this loss has a value"):
+        measure().prepare(rows.setting())
+    rows.kind, rows.targets = "class", torch.full((4, 3), 1 / 3)
+    with pytest.raises(MeasureError, match="the targets are probabilities of classes"):
+        measure().prepare(replace(rows.setting(), targets=None))
+
+
+def test_class_means_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psgrad.engine.measures.sums.free_memory", lambda device: 1000)
+    with pytest.raises(MeasureError, match="cosine_to_class_mean keeps a mean gradient for each of 3 classes"):
+        CosineToClassMean().prepare(classifier(4).setting())
+    CosineToMean().prepare(classifier(4).setting())
