@@ -16,6 +16,7 @@ from psgrad.config import Config, MeasureConfig, is_callable_spec, nearest
 from psgrad.config.reading import explain
 from psgrad.engine.examples import Examples
 from psgrad.engine.measures.known import known_measures
+from psgrad.engine.measures.known.projected_gradients import ProjectedGradients
 from psgrad.engine.measures.measure import Measure, Setting
 from psgrad.engine.measures.norms import GradientNorms
 from psgrad.engine.measures.predictions import Predictions, summary_for
@@ -26,7 +27,10 @@ from psgrad.workflows.setup import Setup
 
 
 def measures_of(config: Config) -> list[Measure]:
-    """The measures that a config names, those that they need before them. Raises ConfigError for names or options that are not known."""
+    """The measures that a config names, those that they and its detectors need before them.
+
+    Raises ConfigError for names or options that are not known.
+    """
     found: dict[str, Measure] = {}
     for each in config.analyze.measures:
         measure = measure_from(each, config.base)
@@ -34,6 +38,8 @@ def measures_of(config: Config) -> list[Measure]:
     known = known_measures()
     waiting = [name for measure in found.values() for name in measure.needs]
     needed: dict[str, Measure] = {}
+    if config.analyze.outliers.detectors and ProjectedGradients.name not in found:
+        needed[ProjectedGradients.name] = ProjectedGradients(save=True)  # what later runs may be held against
     while waiting:
         name = waiting.pop()
         if name not in found and name not in needed:
