@@ -170,7 +170,7 @@ def _only_needed(config: Config, measures: Sequence[Measure]) -> Config:
     wanted = {column for column in (outliers.score, outliers.group_by) if column is not None} - set(SAMPLE_COLUMNS)
     wanted -= {"length", "class", *(f"{each.name}_score" for each in outliers.detectors)}
     giving = {column: [measure.name for measure in measures if _gives(measure, column)] for column in wanted}
-    if not all(giving.values()):
+    if giving.get(outliers.score) == []:
         return config
     needed = {name for names in giving.values() for name in names} | ({_ROWS} if outliers.detectors else set())
     kept = [each for each in config.analyze.measures if each.name in needed]
