@@ -1,0 +1,67 @@
+"""The measures of a config, and what they need."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+import pytest
+import yaml
+
+from psgrad.config import load_config
+from psgrad.engine.measures.known.projected_gradients import ProjectedGradients
+from psgrad.storage.finished import load_run
+from psgrad.workflows.measure_setup import measures_of
+from tests.workplace import CLASSES, ROWS, Workplace
+
+
+def measures(workplace: Workplace, analyze: dict[str, Any]) -> list[Any]:
+    path = workplace.folder / "config.yaml"
+    path.write_text(yaml.safe_dump({**workplace.config, "analyze": analyze}))
+    return measures_of(load_config(path))
+
+
+def test_detectors_have_the_projected_gradients_measured(workplace: Workplace) -> None:
+    detectors = {"detectors": ["isolation_forest"]}
+    assert measures(workplace, {"outliers": detectors}) == [ProjectedGradients(save=True)]
+    own = {"name": "projected_gradients", "dimension": 16}
+    assert measures(workplace, {"measures": [own], "outliers": detectors}) == [ProjectedGradients(dimension=16)]
+    assert [each.name for each in measures(workplace, {"measures": ["neighbour_distance"], "outliers": detectors})] == [
+        "projected_gradients",
+        "neighbour_distance",
+    ]
+    assert measures(workplace, {}) == []
+
+
+def test_a_run_has_the_columns_tables_and_arrays(workplace: Workplace) -> None:
+    names = ["covariance_spectrum", "neighbour_distance", {"name": "ntk", "samples": 6}]
+    workplace.config["analyze"] = {"measures": names, "outliers": {"detectors": ["isolation_forest", {"name": "nearest_neighbours"}]}}
+    workplace.succeeded()
+    run = load_run(workplace.folder / "out")
+    samples = run.samples
+    assert samples["neighbour_distance"].notna().all()
+    assert samples["nearest_neighbour"].between(0, ROWS - 1).all()
+    assert samples["neighbour_label_share"].between(0, 1).all()
+    assert run.measures["projected_gradients"].arrays["projected_gradients"].shape == (
+        ROWS,
+        sum(p.numel() for p in workplace.model.parameters()),
+    )
+    assert run.measures["covariance_spectrum"].numbers["method"] == "exact, by the samples' inner products"
+    assert isinstance(run.measures["covariance_spectrum"].tables["spectrum"], pd.DataFrame)
+    assert run.measures["ntk"].arrays["trace_kernel"].shape == (6, 6)
+    assert len(run.measures["ntk"].tables["outputs"]) == CLASSES
+
+
+@pytest.mark.parametrize(
+    ("measure", "words"),
+    [
+        ({"name": "neighbour_distance", "neighbours": 0}, "got 0 neighbours, expected at least 1"),
+        ({"name": "projected_gradients", "dimension": 0}, "got 0 as dimension, expected at least 1 column"),
+        ({"name": "projected_gradients", "kind": "two-sided"}, "expected one of sparse, rademacher, gaussian, none"),
+        ({"name": "ntk", "samples": 1.5}, "expected a whole number"),
+        ({"name": "covariance_spectrum", "tops": 3}, "did you mean top?"),
+    ],
+)
+def test_wrong_options_are_told(workplace: Workplace, measure: dict[str, Any], words: str) -> None:
+    workplace.config["analyze"] = {"measures": [measure]}
+    workplace.refused(2, words)
