@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from psgrad.engine.measures.predictions import Predictions, summary_for
 from psgrad.errors import ConfigError
 from psgrad.inputs.imports import resolve
 from psgrad.workflows.moments import moments_of
+from psgrad.workflows.own_measure import OwnMeasure, joined_summary
 from psgrad.workflows.setup import Setup
 
 
@@ -32,10 +35,16 @@ def measures_of(config: Config) -> list[Measure]:
     Raises ConfigError for names or options that are not known.
     """
     found: dict[str, Measure] = {}
+    known = known_measures()
     for each in config.analyze.measures:
         measure = measure_from(each, config.base)
-        found.setdefault(each.name, measure)
-    known = known_measures()
+        same = next((name for name, other in found.items() if other.name == measure.name), None)
+        if same is not None or (measure.name in known and is_callable_spec(each.name)):
+            raise ConfigError(
+                f"analyze.measures: {each.name} calls itself {measure.name}, and so does {same or 'a measure of psgrad'}",
+                next_step="give your measure another `name`",
+            )
+        found[each.name] = measure
     waiting = [name for measure in found.values() for name in measure.needs]
     needed: dict[str, Measure] = {}
     if config.analyze.outliers.detectors and ProjectedGradients.name not in found:
@@ -43,6 +52,8 @@ def measures_of(config: Config) -> list[Measure]:
     while waiting:
         name = waiting.pop()
         if name not in found and name not in needed:
+            if name not in known:
+                raise ConfigError(f"analyze.measures: a measure needs {name}, which is none", expected=f"some of {', '.join(known)}")
             needed[name] = known[name]()
             waiting += needed[name].needs
     return [*needed.values(), *found.values()]
@@ -56,7 +67,7 @@ def measure_from(config: MeasureConfig, base: Path) -> Measure:
     if not problems:
         try:
             measure: Measure = TypeAdapter(kind).validate_json(json.dumps(config.options), strict=True)
-            return measure
+            return OwnMeasure(measure, config.name) if is_callable_spec(config.name) else measure
         except ValidationError as error:
             details = error.errors(include_url=False)
             problems = [f"analyze.measures: {'.'.join(map(str, [config.name, *each['loc']]))}: {explain(each)}" for each in details]
@@ -84,7 +95,7 @@ def prepare(run: Setup, measures: list[Measure], count: int, say: Callable[[str]
     )
     for measure in every:
         measure.prepare(setting)
-    run.objective.summary = lambda output, target: {key: value for each in every for key, value in each.summary(output, target).items()}
+    run.objective.summary = partial(joined_summary, every)
     return setting, every
 
 
@@ -102,6 +113,8 @@ def _kind(name: str, base: Path) -> type[Measure]:
             )
         if not kind.name:
             kind.name = name.rpartition(":")[2].lower()
+        if not re.fullmatch(r"[a-z0-9_]+", str(kind.name)):
+            raise ConfigError(f"analyze.measures: {name} calls itself {kind.name!r}", expected="lower-case letters, digits and _")
         return kind
     close = nearest(name, list(known))
     raise ConfigError(

@@ -19,6 +19,7 @@ from psgrad.results import Progress
 from psgrad.storage import RunFolder
 from psgrad.storage.shards import Shards
 from psgrad.workflows.interruptions import held
+from psgrad.workflows.own_measure import joined_columns
 
 # Finished rows are made durable this often: what a crash or a full disk can cost.
 _ROWS_PER_SHARD = 4096
@@ -84,16 +85,16 @@ class Passes:
         if again:
             for measure in again:
                 measure.between()
-            rows |= self._take(_SECOND, again, second.run)[1]
+            rows = joined_columns(rows, self._take(_SECOND, again, second.run)[1], "its second pass")
             self.stream.fix_chunk_size(chunk_size)
         for measure in self.measures:
             for own in measure.passes():
-                rows |= self._take(own.name, [], partial(self._own, own))[1]
+                rows = joined_columns(rows, self._take(own.name, [], partial(self._own, own))[1], f"the pass {own.name}")
         rows["ok"] = torch.isfinite(rows["loss"]) & torch.isfinite(rows["grad_norm"])
         gathered = {measure.name: measure.gather(rows) for measure in self.measures if measure.name}
         flat = {name: column for name, column in rows.items() if column.dim() == 1 and name != "ok"}
         for found in gathered.values():
-            flat |= found.columns
+            flat = joined_columns(flat, found.columns, "what it gathers")
         return Measured(table.assign(**{name: column.numpy() for name, column in flat.items()}), gathered, rows)
 
     def _own(self, own: OwnPass, start: int) -> Iterator[Columns]:

@@ -23,7 +23,7 @@ from psgrad.engine.gradients.queries import PerSampleGradients
 from psgrad.engine.gradients.replay import Replay
 from psgrad.engine.gradients.settling import settled_for_many
 from psgrad.engine.transforms.program import Compiler
-from psgrad.errors import ModelError, PsgradError
+from psgrad.errors import MeasureError, ModelError, PsgradError
 
 # Without a better estimate: what activations and intermediates take, as a multiple of the factors that are kept.
 _ROOM_PER_FACTOR_BYTE = 4
@@ -240,7 +240,14 @@ class Stream:
                 gradients = settled_for_many(gradients)
             values: dict[str, torch.Tensor] = {}
             for measure in measures:
-                values.update(measure.columns(gradients))
+                found = measure.columns(gradients)
+                if twice := values.keys() & found.keys():
+                    raise MeasureError(
+                        f"two measures make the column {min(twice)}",
+                        expected="columns with different names",
+                        next_step="rename the column of your own measure",
+                    )
+                values.update(found)
             values = on_the_cpu(values)
         except PsgradError:
             raise
