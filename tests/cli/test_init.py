@@ -1,0 +1,166 @@
+"""`psgrad init`: what it writes, that nothing of it can be forgotten, and that it never takes anything away."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import jsonschema
+import pytest
+
+from psgrad.cli import main
+from psgrad.config import Config, load_config
+from psgrad.config.commented import commented
+from psgrad.config.describing import sections_in
+from psgrad.config.values import Section
+from psgrad.yaml12 import parse
+
+KINDS = ("image", "tabular", "text")
+LEAST: dict[str, Any] = {
+    "version": 1,
+    "model": {"factory": "model.py:build"},
+    "loss": {"name": "mse"},
+    "data": {"path": "rows.csv", "inputs": "x", "target": "y"},
+    "output": "out",
+}
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr("sys.argv", ["psgrad", *map(str, arguments)])
+    with pytest.raises(SystemExit) as leave:
+        main()
+    assert isinstance(leave.value.code, int)
+    return leave.value.code
+
+
+def keys_of(section: type[Section], above: str = "") -> Iterator[str]:
+    """Every key of a section and of those inside it, dotted; a list stands for its items."""
+    for key, info in section.model_fields.items():
+        yield f"{above}{key}"
+        for inside in set(sections_in(info.annotation)):
+            if inside in (info.annotation, *get_args(info.annotation), *(part for a in get_args(info.annotation) for part in get_args(a))):
+                yield from keys_of(inside, f"{above}{key}.")
+
+
+def keys_in(content: Any, above: str = "") -> Iterator[str]:
+    """Every key of a mapping, dotted, in the same way."""
+    if isinstance(content, list):
+        for item in content:
+            yield from keys_in(item, above)
+    if isinstance(content, dict):
+        for key, value in content.items():
+            yield f"{above}{key}"
+            yield from keys_in(value, f"{above}{key}.")
+
+
+def uncommented(text: str) -> Any:
+    """The content of a config of which every key is set: the first "# " of each line taken off."""
+    lines = [line.removeprefix("# ") for line in text.splitlines() if not line.startswith(("## ", "# yaml-language-server"))]
+    return parse("\n".join(lines), "config").content
+
+
+def test_every_key_of_the_models_is_in_a_commented_config() -> None:
+    assert set(keys_in(uncommented(commented(LEAST)))) == set(keys_of(Config))
+
+
+def test_what_is_commented_out_is_what_a_config_without_it_has(tmp_path: Path) -> None:
+    """Of every section that is there by default, each line that is set changes nothing."""
+    everything = uncommented(commented(LEAST))
+    resolved = Config.model_validate(LEAST).model_dump(mode="json")
+
+    def same(ours: Any, theirs: Any, where: str) -> None:
+        if isinstance(theirs, dict) and isinstance(ours, dict) and theirs:
+            for key in theirs:
+                same(ours[key], theirs[key], f"{where}.{key}")
+        elif theirs is None or theirs == []:
+            assert ours in (None, []) or isinstance(ours, dict | list), where
+        else:
+            assert ours == theirs, where
+
+    same(everything, resolved, "")
+
+
+def test_a_commented_config_says_what_each_key_means() -> None:
+    text = commented(LEAST)
+    assert "chunk_size: auto  # Rows computed together" in text
+    assert max(map(len, text.splitlines())) <= 140
+    assert "Required. How many steps are planned" in text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_written_is_right(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(monkeypatch, "init", "new", "--kind", kind) == 0
+    out, err = capfd.readouterr()
+    folder = tmp_path / "new"
+    assert sorted(out.split()) == sorted(str(path.relative_to(tmp_path)) for path in folder.iterdir())
+    assert "psgrad validate new/psgrad.yaml" in err
+
+    text = (folder / "psgrad.yaml").read_text(encoding="utf-8")
+    assert text.splitlines()[0] == "# yaml-language-server: $schema=psgrad.schema.json"
+    load_config(folder / "psgrad.yaml")
+    missing = set(keys_of(Config)) - set(keys_in(uncommented(text)))
+    assert missing <= {"analyze.measures.name"}  # a measure's name alone stands for it
+    schema = json.loads((folder / "psgrad.schema.json").read_text(encoding="utf-8"))
+    jsonschema.validate(parse(text, "config").content, schema, jsonschema.Draft7Validator)
+    assert run(monkeypatch, "validate", "new/psgrad.yaml") == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_code_that_is_written_is_clean(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(monkeypatch, "init", tmp_path, "--kind", kind) == 0
+    config = Path(__file__).parents[2] / "pyproject.toml"
+    for command in (["check", "--config", str(config)], ["format", "--check", "--config", str(config)]):
+        done = subprocess.run([sys.executable, "-m", "ruff", *command, str(tmp_path)], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_runs_as_written(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(monkeypatch, "init", "--kind", kind) == 0
+    assert run(monkeypatch, "analyze", "psgrad.yaml", "--no-report", "--limit", "64", "-q") == 0
+    out, err = capfd.readouterr()
+    assert err.count("\n") == 1  # what init says to do next
+    assert out.splitlines()[-1].startswith("runs/")
+
+
+def test_nothing_is_overwritten_without_being_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / "model.py"
+    mine.write_text("mine")
+    assert run(monkeypatch, "init", tmp_path) == 2
+    err = capfd.readouterr().err
+    assert "has model.py already; nothing was written" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["model.py"]
+    assert mine.read_text() == "mine"
+    assert run(monkeypatch, "init", tmp_path, "--overwrite") == 0
+    assert "build" in mine.read_text()
+
+
+def test_a_link_that_leads_nowhere_is_not_written_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "psgrad.yaml").symlink_to(tmp_path / "elsewhere")
+    assert run(monkeypatch, "init", tmp_path) == 2
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_file_in_the_way_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    for place in ("file", "file/below"):
+        assert run(monkeypatch, "init", tmp_path / place) in (2, 3)
+        err = capfd.readouterr().err
+        assert "next step: name another folder" in err
+        assert "Traceback" not in err
+
+
+def test_an_unknown_kind_is_told_with_those_that_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "init", tmp_path, "--kind", "sound") == 2
+    err = capfd.readouterr().err
+    assert all(kind in err for kind in KINDS)
