@@ -6,6 +6,7 @@ Matplotlib's objects are used directly: no pyplot, no global state, no window sy
 from __future__ import annotations
 
 import io
+import re
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +60,10 @@ class Plot:
         rules = "".join(
             f'[style*="{what}: {light}"]{{{what}:{dark}!important}}' for _, light, dark in SHADES for what in ("fill", "stroke")
         )
+        # A hundredth of a point is less than a screen shows: half of the bytes are digits beyond it, comments and the metadata.
+        drawn = re.sub(rb"<!--.*?-->\s*|<metadata>.*?</metadata>\s*", b"", drawn, flags=re.DOTALL)
+        drawn = re.sub(rb' (?:d|x|y)="[^"]*"', lambda found: re.sub(rb"(\.\d\d)\d+", rb"\1", found[0]), drawn)
+        drawn = re.sub(rb"\n\s*", b"\n", drawn)
         return drawn.replace(b"<defs>", b"<style>@media (prefers-color-scheme:dark){" + rules.encode() + b"}</style><defs>", 1)
 
     def _render(self, kind: str, **options: Any) -> bytes:
@@ -82,6 +87,7 @@ def style(axes: Axes) -> None:
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(QUIET)
     axes.tick_params(colors=QUIET, labelcolor=INK, labelsize=9, length=3)
+    axes.tick_params(which="minor", colors=QUIET, labelcolor=INK, labelsize=9)
     axes.tick_params(axis="y", which="both", length=0)
     axes.tick_params(axis="x", which="minor", length=1.5, color=QUIET)
     axes.grid(color=GRID, linewidth=0.8)

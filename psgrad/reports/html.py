@@ -15,6 +15,7 @@ from typing import Any
 import pandas as pd
 from markupsafe import Markup
 
+from psgrad.reports.attribution import ATTRIBUTION_NOTE, attribution_cards
 from psgrad.reports.class_tables import class_pages, class_statistics, class_table, classes_shown
 from psgrad.reports.drawing import Plot
 from psgrad.reports.judgement import Judgement, findings_sentences, judgement, nonfinite_samples
@@ -89,6 +90,8 @@ def render(result: AnalyzeResult, plots: Sequence[Plot], of_measures: dict[str, 
         class_count=0 if statistics is None else len(statistics),
         layers=_layers(result.parameters),
         measures=sections,
+        attribution=attribution_cards(result),
+        attribution_note=ATTRIBUTION_NOTE,
         nonfinite=nonfinite_samples(samples),
         facts=facts_of(manifest, result.folder),
         notes=notes_of(manifest),

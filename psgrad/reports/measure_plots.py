@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from psgrad.reports.drawing import DARK, INK, QUIET, REST, REVIEW, WIDTH_IN, Array, Plot, figure_with_axes, log_bins, style
 from psgrad.reports.tables import words_of
-from psgrad.reports.words import count, identifier, number, shorten
+from psgrad.reports.words import count, identifier, label, number, shorten
 from psgrad.results import AnalyzeResult, MeasureResult
 
 MAX_PANELS = 6
@@ -19,6 +19,7 @@ MAX_SIDE = 240  # cells of a drawn matrix, in each direction
 MAX_LINES = 10
 MAX_FIGURES = 4  # of one measure
 MAX_TICKS = 8
+MAX_NAMES = 24
 
 _SPECTRUM = re.compile(r"eigenvalue|spectrum|singular")
 
@@ -31,6 +32,11 @@ def measure_plots(result: AnalyzeResult, measure: MeasureResult) -> list[Plot]:
         plots.append(histograms(measure, result.samples, columns[:MAX_PANELS]))
     if "checkpoints" in measure.numbers and {"loss", "grad_norm"} <= set(measure.arrays):
         plots.append(trajectories(measure, result.samples))
+    for name, table in measure.tables.items():
+        if {"eigenvalue"} <= set(table) and len(table) > 2:
+            plots.append(spectrum(measure, name, table["eigenvalue"].to_numpy(np.float64)))
+        if {"class", "other_class", "mean_cosine"} <= set(table) and len(table) > 1:
+            plots.append(class_matrix(measure, table, result.class_names))
     for name, array in measure.arrays.items():
         if array.ndim == 1 and len(array) > 2 and _SPECTRUM.search(name):
             plots.append(spectrum(measure, name, array))
@@ -91,13 +97,24 @@ def spectrum(measure: MeasureResult, name: str, values: Array) -> Plot:
     )
 
 
-def matrix(measure: MeasureResult, name: str, values: Array) -> Plot:
-    """A square matrix in shades, averaged down to at most MAX_SIDE cells a side."""
+def class_matrix(measure: MeasureResult, table: pd.DataFrame, class_names: list[str] | None) -> Plot:
+    """How alike two classes are, from a table with a row a pair of classes."""
+    both = pd.concat([table, table.rename(columns={"class": "other_class", "other_class": "class"})])
+    square = both.drop_duplicates(["class", "other_class"]).pivot(index="class", columns="other_class", values="mean_cosine")
+    names = [shorten(label(each, class_names), 14) for each in square.index]
+    return matrix(measure, "mean_cosine_of_classes", square.to_numpy(np.float64), names)
+
+
+def matrix(measure: MeasureResult, name: str, values: Array, names: list[str] | None = None) -> Plot:
+    """A square matrix in shades, averaged down to at most MAX_SIDE cells a side. names: of its rows and columns."""
     side = len(values)
     shown = _averaged(values.astype(np.float64), MAX_SIDE)
     figure, axes = figure_with_axes(4.6)
     drawn = axes.imshow(shown, cmap="cividis", interpolation="nearest", extent=(-0.5, side - 0.5, side - 0.5, -0.5), rasterized=True)
     axes.grid(visible=False)
+    if names is not None and side <= MAX_NAMES:
+        axes.set_xticks(range(side), names, rotation=45, ha="right", parse_math=False)
+        axes.set_yticks(range(side), names, parse_math=False)
     bar = figure.colorbar(drawn, ax=axes, shrink=0.85)
     bar.ax.tick_params(colors=QUIET, labelcolor=INK, labelsize=8)
     if side <= MAX_TICKS:
@@ -150,15 +167,17 @@ def _histogram(axes: Axes, values: Array, listed: Array, words: str) -> str:
         axes.text(0.5, 0.5, "no finite value", transform=axes.transAxes, ha="center", va="center", color=QUIET)
         return f"{words}: no finite value"
     low, high = float(values.min()), float(values.max())
-    if low > 0 and high / low > 100:
+    if low > 0 and high / low > 100 and np.median(values) < high / 4:
         bins = log_bins(values, 40)
         axes.set_xscale("log")
         axes.xaxis.label.set_text(f"{shorten(words, 60)} (log scale)")
     else:
         bins = np.linspace(low, high if high > low else low + max(abs(low), 1) * 1e-3, min(40, 10 + len(values) // 4) + 1)
     counts, marked = np.histogram(values, bins)[0], np.histogram(values[listed], bins)[0]
-    axes.bar(bins[:-1], counts - marked, np.diff(bins), align="edge", color=REST)
-    axes.bar(bins[:-1], marked, np.diff(bins), bottom=counts - marked, align="edge", color=REVIEW)
+    # One outline each, as a bar a bin is ten times the bytes.
+    axes.stairs(counts, bins, fill=True, color=REST)
+    axes.stairs(counts, bins, baseline=counts - marked, fill=True, color=REVIEW)
+    axes.set_ylim(bottom=0)
     return f"{words}: from {number(low)} to {number(high)}, median {number(float(np.median(values)))}"
 
 

@@ -29,6 +29,7 @@ class MeasureSection:
     numbers: Sequence[tuple[str, str]]
     meanings: Sequence[Heading]
     figures: Sequence[tuple[Plot, str]]
+    left_out: Sequence[str]
     tables: Sequence[DataTable]
 
 
@@ -36,17 +37,19 @@ def measure_sections(result: AnalyzeResult, plots: Mapping[str, Sequence[Plot]],
     """A section for each of the first MAX_MEASURES measures; figures are left out once all together take more than `room` characters."""
     sections = []
     for place, measure in enumerate(list(result.measures.values())[:MAX_MEASURES]):
-        figures = []
+        figures, left_out = [], []
         for plot in plots.get(measure.name, ()):
             picture = plot_uri(plot)
             if len(picture) <= room:
                 figures.append((plot, picture))
                 room -= len(picture)
-        sections.append(_section(place, measure, figures))
+            else:
+                left_out.append(f"plots/{plot.name}.png")
+        sections.append(_section(place, measure, figures, left_out))
     return sections
 
 
-def _section(place: int, measure: MeasureResult, figures: Sequence[tuple[Plot, str]]) -> MeasureSection:
+def _section(place: int, measure: MeasureResult, figures: Sequence[tuple[Plot, str]], left_out: Sequence[str]) -> MeasureSection:
     about = [("Formula", measure.formula), ("Unit", measure.unit), ("Source", measure.source)]
     tables = [
         table_of(f"measure-{place}-{number}", f"{measure.title}: {words_of(name)}", frame, MAX_ROWS, MAX_COLUMNS)
@@ -60,5 +63,6 @@ def _section(place: int, measure: MeasureResult, figures: Sequence[tuple[Plot, s
         flat_words(measure.numbers, FACT_LIMIT)[:MAX_NUMBERS],
         [Heading(column, words_of(column), True, brief(meaning, FACT_LIMIT)) for column, meaning in measure.meanings.items()],
         figures,
+        left_out,
         tables,
     )
