@@ -11,13 +11,14 @@ import yaml
 from psgrad.config import load_config
 from psgrad.engine.measures.known.projected_gradients import ProjectedGradients
 from psgrad.storage.finished import load_run
+from psgrad.workflows.analysis import analyze
 from psgrad.workflows.measure_setup import measures_of
 from tests.workplace import CLASSES, ROWS, Workplace
 
 
-def measures(workplace: Workplace, analyze: dict[str, Any]) -> list[Any]:
+def measures(workplace: Workplace, section: dict[str, Any]) -> list[Any]:
     path = workplace.folder / "config.yaml"
-    path.write_text(yaml.safe_dump({**workplace.config, "analyze": analyze}))
+    path.write_text(yaml.safe_dump({**workplace.config, "analyze": section}))
     return measures_of(load_config(path))
 
 
@@ -35,8 +36,11 @@ def test_detectors_have_the_projected_gradients_measured(workplace: Workplace) -
 
 def test_a_run_has_the_columns_tables_and_arrays(workplace: Workplace) -> None:
     names = ["covariance_spectrum", "neighbour_distance", {"name": "ntk", "samples": 6}]
-    workplace.config["analyze"] = {"measures": names, "outliers": {"detectors": ["isolation_forest", {"name": "nearest_neighbours"}]}}
-    workplace.succeeded()
+    forest = {"name": "isolation_forest", "trees": 5}
+    content = {**workplace.config, "analyze": {"measures": names, "outliers": {"detectors": [forest, "nearest_neighbours"]}}}
+    path = workplace.folder / "config.yaml"
+    path.write_text(yaml.safe_dump(content))
+    analyze(load_config(path), report=False)
     run = load_run(workplace.folder / "out")
     samples = run.samples
     assert samples["neighbour_distance"].notna().all()
