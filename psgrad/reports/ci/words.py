@@ -13,8 +13,9 @@ VERDICTS = {"passed": "PASS", "failed": "FAIL", "not evaluable": "NOT EVALUABLE"
 
 def clean(text: str, limit: int = MESSAGE_LIMIT) -> str:
     """The text on one line, without control characters, marks of direction or halves of letters."""
-    # GitHub's runner takes "##[" anywhere in a line of a log for a command.
-    return brief(text, limit).replace("##[", "# #[")
+    # GitHub's runner takes a line of a log that begins with "::" for a command, and "##[" anywhere in it.
+    line = brief(text, limit).replace("##[", "# #[")
+    return line.replace("::", ": :", 1) if line.lstrip().startswith("::") else line
 
 
 def who(finding: Finding) -> str:
