@@ -50,9 +50,7 @@ def judge(frame: pd.DataFrame, config: AnalyzeConfig, reference: Reference | Non
     opinions = opinions_of(frame, config, reference, rows)
     frame = frame.assign(**{f"{each.name}_score": each.scores for each in opinions})
     require_score(frame, outliers.score)
-    in_both = np.zeros(len(frame), bool)
-    if reference is not None and "fingerprint" in frame:
-        in_both = reference.holds(frame["fingerprint"].to_numpy(), _scores(frame, scored_by(outliers)))
+    whole = reference
     decides = next((each for each in opinions if outliers.score == f"{each.name}_score"), None)
     if decides is not None:
         reference = decides.reference
@@ -62,6 +60,11 @@ def judge(frame: pd.DataFrame, config: AnalyzeConfig, reference: Reference | Non
     ranked = rank_samples(frame, config.review_fraction, outliers.score, outliers.tail, labels)
     z, without_z = robust_z(ranked["log_norm"].to_numpy("float64"), labels)
     ok = (ranked["status"] == "ok").to_numpy(bool)
+    in_both = np.zeros(len(frame), bool)
+    if whole is not None and "fingerprint" in ranked:
+        in_both = whole.holds(
+            ranked["fingerprint"].to_numpy(), _scores(ranked, scored_by(outliers.score, [each.name for each in outliers.detectors]))
+        )
     scores = np.where(ok, _scores(ranked, outliers.score), np.nan)
     if reference is None:
         ahead = pd.Series(scores * (1 if outliers.tail == "upper" else -1)).groupby(labels).rank(ascending=False, method="max", pct=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from psgrad.config.analysis import OutlierConfig
 from psgrad.errors import ConfigError, DataError
 from psgrad.quality.groups import labels_of
 
@@ -23,9 +22,9 @@ SAVED_ROWS = 20_000
 _DIGITS = 16
 
 
-def scored_by(outliers: OutlierConfig) -> str:
+def scored_by(score: str, detectors: Iterable[str]) -> str:
     """The column that trusted samples bring their scores in. A detector's scores are made anew; the norm then tells samples apart."""
-    return "grad_norm" if outliers.score in {f"{each.name}_score" for each in outliers.detectors} else outliers.score
+    return "grad_norm" if score in {f"{name}_score" for name in detectors} else score
 
 
 @dataclass(frozen=True)
@@ -126,8 +125,9 @@ def saved_reference(samples: pd.DataFrame, manifest: Mapping[str, Any]) -> dict[
     Of more than SAVED_ROWS those with the smallest fingerprints stay, which is a random choice: a fingerprint is a digest. Samples that
     were flagged stay, too: a reference from which the large scores are taken out would flag sound samples.
     """
-    outliers = OutlierConfig.model_validate(manifest.get("config", {}).get("analyze", {}).get("outliers", {}))
-    score, by = scored_by(outliers), outliers.group_by
+    outliers = manifest.get("config", {}).get("analyze", {}).get("outliers", {})
+    score = scored_by(outliers.get("score", "grad_norm"), [each["name"] for each in outliers.get("detectors", [])])
+    by = outliers.get("group_by")
     whole = reference_of(samples, score, by, "run", "")
     scored = np.flatnonzero(~np.isnan(whole.scores))
     kept = np.sort(scored[np.argsort(whole.fingerprints[scored], kind="stable")[:SAVED_ROWS]])
@@ -141,7 +141,7 @@ def saved_reference(samples: pd.DataFrame, manifest: Mapping[str, Any]) -> dict[
     }
     return {
         "score": score,
-        "tail": outliers.tail,
+        "tail": outliers.get("tail", "upper"),
         "group_by": by,
         "measured_as": measured_as(manifest),
         "versions": {name: manifest.get("versions", {}).get(name) for name in ("psgrad", "torch")},

@@ -53,6 +53,7 @@ class Judging:
                 f"analyze.outliers.detectors: detectors look at projected gradients, and analyze.measures has no {_ROWS}",
                 next_step=f"add {_ROWS} to analyze.measures",
             )
+        self._scored_by = scored_by(self._outliers.score, [each.name for each in self._outliers.detectors])
         self._require_known()
         self._of_data = self._column_of_data()
         self._units = None if self._of_data is None else load_data(run.config.data, run.config.base, self._of_data).units
@@ -125,14 +126,14 @@ class Judging:
                     next_step="save the baseline again",
                 )
             caveats = require_comparable(ours, saved.get("measured_as", {}), outliers.score, str(source.baseline))
-            found = read_reference(saved, str(source.baseline), scored_by(outliers), outliers.group_by)
+            found = read_reference(saved, str(source.baseline), self._scored_by, outliers.group_by)
         else:
             path = base / str(source.run)
             manifest = finished_manifest(path)
             caveats = require_comparable(ours, measured_as(manifest), outliers.score, str(source.run))
             finished = load_run(path)
             rows = finished.measures[_ROWS].arrays.get(_ROWS) if _ROWS in finished.measures else None
-            found = reference_of(finished.samples, scored_by(outliers), outliers.group_by, "run", str(source.run), rows)
+            found = reference_of(finished.samples, self._scored_by, outliers.group_by, "run", str(source.run), rows)
         return replace(found, caveats=(*found.caveats, *caveats))
 
     def _load_trusted(self) -> Setup | None:
@@ -161,7 +162,7 @@ class Judging:
         if self._of_data is not None and trusted.samples.units is not None:
             frame = frame.assign(**{self._of_data: trusted.samples.units})
         source = _source_of(trusted.config.data)
-        return reference_of(_with_log(frame), scored_by(outliers), outliers.group_by, "data", source, _rows_of(measured))
+        return reference_of(_with_log(frame), self._scored_by, outliers.group_by, "data", source, _rows_of(measured))
 
 
 def _only_needed(config: Config, measures: Sequence[Measure]) -> Config:

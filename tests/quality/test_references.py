@@ -1,0 +1,174 @@
+"""References: what a baseline keeps of a run, with what it may be compared, and what detectors make of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from sklearn.neighbors import NearestNeighbors
+
+from psgrad.errors import ConfigError, DataError
+from psgrad.quality import references
+from psgrad.quality.judging import judge
+from psgrad.quality.opinions import opinions_of
+from psgrad.quality.references import measured_as, read_reference, reference_of, require_comparable, saved_reference
+from tests.quality.frames import config, samples, trusted
+
+MANIFEST: dict[str, Any] = {
+    "versions": {"psgrad": "1", "torch": "2"},
+    "model": {"sha256": "abc", "trainable": 10},
+    "config": {
+        "model": {"factory": "nets/model.py:build", "kwargs": {}, "mode": "eval"},
+        "loss": {"name": "cross_entropy"},
+        "engine": {"dtype": "float32"},
+        "analyze": {"measures": [{"name": "el2n", "options": {}}], "checkpoints": None, "seed": 0, "outliers": {}},
+    },
+}
+
+
+def with_outliers(**outliers: Any) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(json.dumps(MANIFEST))
+    content["config"]["analyze"]["outliers"] = outliers
+    return content
+
+
+@pytest.mark.parametrize("by", [None, "class"])
+def test_a_saved_reference_judges_as_the_run_itself(by: str | None) -> None:
+    random = np.random.default_rng(0)
+    known = samples(
+        np.append(random.lognormal(size=300), np.nan), target=np.arange(301) % 3, fingerprint=[f"k{row:031x}" for row in range(301)]
+    )
+    asked = samples(random.lognormal(size=40), target=np.arange(40) % 3)
+    saved = json.loads(json.dumps(saved_reference(known, with_outliers(group_by=by))))
+    assert saved["nonfinite"] == 1
+    read = read_reference(saved, "b.json", "grad_norm", by)
+    assert len(read) == 300
+    direct = reference_of(known[:300], "grad_norm", by, "run", "known")
+    ours, theirs = (judge(asked, config(group_by=by), each).frame for each in (read, direct))
+    assert ours["p_value"].tolist() == theirs["p_value"].tolist()
+    assert "1 samples of the reference had no score" in read.caveats[0]
+
+
+def test_of_many_rows_a_random_choice_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(references, "SAVED_ROWS", 100)
+    random = np.random.default_rng(0)
+    prints = [random.bytes(16).hex() for _ in range(1000)]
+    saved = saved_reference(samples(np.arange(1000.0), fingerprint=prints), MANIFEST)
+    kept = saved["groups"]["all"]
+    assert len(kept["scores"]) == 100
+    assert set(kept["fingerprints"]) == {each[:16] for each in sorted(prints)[:100]}
+    assert [prints[int(score)][:16] for score in kept["scores"]] == kept["fingerprints"], "scores and fingerprints stay in step"
+    assert 300 < np.mean(kept["scores"]) < 700
+
+
+def test_fingerprints_that_are_cut_are_still_found() -> None:
+    frame = samples([1.0, 2.0], fingerprint=["ab" * 16, "cd" * 16])
+    read = read_reference(saved_reference(frame, MANIFEST), "b.json", "grad_norm", None)
+    assert read.holds(frame["fingerprint"].to_numpy(), np.array([1.0, 2.5])).tolist() == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model": {"sha256": "xyz", "trainable": 10}}, "checkpoint: 'xyz' in the reference, 'abc' here"),
+        ({"model": {"sha256": "abc", "trainable": 9}}, "trainable: 9 in the reference, 10 here"),
+        ({"config": MANIFEST["config"] | {"loss": {"name": "mse"}}}, "loss: {'name': 'mse'} in the reference"),
+        ({"config": MANIFEST["config"] | {"engine": {"dtype": "bfloat16"}}}, "dtype: 'bfloat16' in the reference"),
+        ({"config": MANIFEST["config"] | {"model": {**MANIFEST["config"]["model"], "mode": "train"}}}, "mode: 'train' in the reference"),
+    ],
+)
+def test_scores_of_another_model_or_loss_are_not_compared(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        require_comparable(measured_as(MANIFEST), measured_as(MANIFEST | change), "grad_norm", "b.json")
+    assert words in str(caught.value)
+    assert "can't be compared" in str(caught.value)
+
+
+def test_other_measures_matter_only_to_their_own_scores() -> None:
+    other = json.loads(json.dumps(MANIFEST))
+    other["config"]["analyze"]["measures"] = []
+    other["config"]["model"]["factory"] = "../elsewhere/nets/model.py:build"
+    assert require_comparable(measured_as(MANIFEST), measured_as(other), "grad_norm", "b.json") == ()
+    with pytest.raises(ConfigError, match="measures"):
+        require_comparable(measured_as(MANIFEST), measured_as(other), "el2n", "b.json")
+
+
+def test_without_a_checkpoint_nobody_knows() -> None:
+    blank = measured_as(MANIFEST | {"model": {"sha256": None, "trainable": 10}})
+    assert "no checkpoint" in require_comparable(blank, blank, "loss", "b.json")[0]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"groups": None},
+        {"groups": {"all": {"scores": [1.0, 2.0], "fingerprints": ["a"]}}},
+        {"groups": {"all": {"scores": ["x"], "fingerprints": ["a"]}}},
+        {"nonfinite": None},
+        {"score": 3},
+    ],
+)
+def test_a_damaged_reference_is_told(damage: dict[str, Any]) -> None:
+    saved = saved_reference(samples([1.0]), MANIFEST) | damage
+    with pytest.raises(DataError, match=r"the reference in b\.json can't be read"):
+        read_reference(saved, "b.json", "grad_norm", None)
+
+
+def test_a_reference_of_another_score_or_other_groups_is_refused() -> None:
+    saved = saved_reference(samples([1.0]), MANIFEST)
+    with pytest.raises(ConfigError, match=r"with score grad_norm, and analyze\.outliers\.score is loss"):
+        read_reference(saved, "b.json", "loss", None)
+    with pytest.raises(ConfigError, match=r"with group_by None, and analyze\.outliers\.group_by is class"):
+        read_reference(saved, "b.json", "grad_norm", "class")
+
+
+def test_a_reference_without_the_score_is_told() -> None:
+    with pytest.raises(ConfigError, match="has no column 'el2n'"):
+        reference_of(samples([1.0]), "el2n", None, "run", "runs/known")
+
+
+def test_a_detector_is_fitted_to_one_half_and_held_against_the_other() -> None:
+    random = np.random.default_rng(0)
+    rows, known = random.normal(size=(30, 4)), random.normal(size=(200, 4))
+    rows[0] = 30
+    detectors = [{"name": "nearest_neighbours", "neighbours": 5}]
+    given = config(detectors=detectors, score="nearest_neighbours_score", fdr=0.3)
+    done = judge(samples(np.ones(30)), given, trusted(np.ones(200), rows=known), rows)
+    (opinion,) = opinions_of(samples(np.ones(30)), given, trusted(np.arange(200.0), rows=known), rows)
+    assert opinion.reference is not None
+    held = np.array([int(each.split()[1]) for each in opinion.reference.fingerprints])
+    fitted = np.setdiff1d(np.arange(200), held)
+    assert len(held) == len(fitted) == 100
+    search = NearestNeighbors(n_neighbors=5, algorithm="brute").fit(known[fitted])
+    ours, theirs = (search.kneighbors(each)[0].mean(1) for each in (rows, known[held]))
+    np.testing.assert_allclose(done.frame["nearest_neighbours_score"], ours, rtol=1e-6)
+    expected = [(1 + (theirs >= score * (1 - 1e-9)).sum()) / 101 for score in ours]
+    np.testing.assert_allclose(done.frame["p_value"], expected)
+    np.testing.assert_allclose(done.frame["nearest_neighbours_p"], expected)
+    assert done.facts["reference"]["size"] == 100
+    assert done.frame["is_outlier_issue"].tolist() == [True] + [False] * 29
+
+
+def test_detectors_inform_and_the_score_decides() -> None:
+    random = np.random.default_rng(1)
+    rows, known = random.normal(size=(30, 4)), random.normal(size=(400, 4))
+    rows[0] = 30
+    given = config(detectors=[{"name": "isolation_forest", "trees": 20}], fdr=0.3)
+    done = judge(samples(np.ones(30)), given, trusted(np.ones(400), rows=known), rows)
+    assert not done.frame["is_outlier_issue"].any()
+    assert done.facts["detectors"]["isolation_forest"]["flagged"] == 1
+    assert {"isolation_forest_score", "isolation_forest_p", "isolation_forest_q"} <= set(done.frame)
+    alone = judge(samples(np.ones(30)), given, None, rows)
+    assert "isolation_forest_p" not in alone.frame
+    assert alone.facts["detectors"]["isolation_forest"]["flagged"] is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "kind", "words"), [(None, "data", "none are measured"), (np.ones((2, 2)), "baseline", "keeps scores only")]
+)
+def test_detectors_without_rows_are_refused(rows: Any, kind: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        judge(samples([1.0, 2.0]), config(detectors=[{"name": "isolation_forest"}]), trusted([1.0], kind=kind), rows)
+    assert words in str(caught.value)
