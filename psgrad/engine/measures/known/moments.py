@@ -60,9 +60,9 @@ class Moments(Measure):
         objectives = [self._with_summary(moment.objective()) for moment in moments]
         there = replace(examples, objective=objectives[0]).sized(chunk_size)
         if len(moments) == 1:
-            return there.stream.run(len(examples), [_Asking(first)], start=start)
+            return there.stream.run(len(examples), [Asking(first)], start=start)
         ensemble = Ensemble.of(objectives[0], [objective.model for objective in objectives])
-        return there.stream.run(len(examples), [_Asking(first)], ensemble, start)
+        return there.stream.run(len(examples), [Asking(first)], ensemble, start)
 
     def _with_summary(self, objective: Objective) -> Objective:
         objective.summary = moment_summary(self._setting.kind, self._setting.ignore_index)
@@ -73,7 +73,7 @@ def _pass_name(first: int, size: int) -> str:
     return f"checkpoint-{first}" if size == 1 else f"checkpoints-{first}-to-{first + size - 1}"
 
 
-class _Asking:
+class Asking:
     """What one pass says of a chunk, as columns [k, checkpoints of the pass]."""
 
     needs_factors = False

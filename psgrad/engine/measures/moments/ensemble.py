@@ -19,7 +19,7 @@ from psgrad.engine.transforms.functional import swapped, tied_slots
 Vectors = dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Ensemble:
     """Models of one architecture, which differ in their weights alone.
 

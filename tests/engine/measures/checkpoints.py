@@ -1,0 +1,92 @@
+"""Checkpoints of small models, and what a plain loop over checkpoints and samples says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from psgrad.engine.measures.known.moments import Moments
+from psgrad.engine.measures.measure import Gathered, Measure, Moment, Setting
+from psgrad.engine.measures.moments.grouping import Grouping
+from psgrad.engine.objective import Objective
+from tests.engine.measures.own_passes import columns_of, setting_of
+
+Loss = Callable[..., Tensor]
+
+
+def of_checkpoints(models: Sequence[nn.Module], loss: Loss, inputs: tuple[Tensor, ...], target: Tensor | None, **facts: Any) -> Setting:
+    """Samples at these models, the last of which is the one that all other measures see."""
+
+    def moment(number: int, model: nn.Module) -> Moment:
+        return Moment(f"epoch-{number}", lambda: Objective(model, loss))
+
+    moments = [moment(number, model) for number, model in enumerate(models)]
+    return setting_of(models[-1], loss, inputs, target, moments=moments, **facts)
+
+
+def rows_of(setting: Setting, chunk_size: int = 5, start: int = 0) -> dict[str, Tensor]:
+    """The columns of the pass that measures over checkpoints share."""
+    return columns_of(Moments(), setting, chunk_size, start)
+
+
+def gathered(measure: Measure, setting: Setting, rows: dict[str, Tensor] | None = None) -> Gathered:
+    """What a measure over checkpoints says of all samples."""
+    measure.prepare(setting)
+    return measure.gather(rows_of(setting) if rows is None else rows)
+
+
+def in_groups(*sizes: int) -> Callable[..., Grouping]:
+    """In the place of `grouped`: the checkpoints pass in groups of these sizes, whatever the price."""
+    return lambda *_: Grouping(list(sizes), "as the test says")
+
+
+def plain_norms(models: Sequence[nn.Module], loss: Loss, inputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """(loss [n, T], gradient norm [n, T]) by torch's autograd, one sample at a time."""
+    losses, norms = [], []
+    for x, y in zip(inputs, target, strict=True):
+        for model in models:
+            value = loss(model(x[None])[0], y)
+            gradients = torch.autograd.grad(value, [p for p in model.parameters() if p.requires_grad])
+            losses.append(value.detach())
+            norms.append(torch.cat([gradient.flatten() for gradient in gradients]).norm())
+    shape = (len(inputs), len(models))
+    return torch.stack(losses).reshape(shape), torch.stack(norms).reshape(shape)
+
+
+class WithBuffers(nn.Module):
+    """Images [n, 1, 6, 6] to logits [n, 3]: a convolution, batch normalisation by what it has seen, a tied and a frozen weight."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.convolution = nn.Conv2d(1, 4, 3)
+            self.normal = nn.BatchNorm2d(4)
+            self.square = nn.Linear(4, 4)
+            self.again = nn.Linear(4, 4)
+            self.frozen = nn.Linear(4, 4)
+            self.head = nn.Linear(4, 3)
+            self.normal.running_mean = torch.randn(4)
+            self.normal.running_var = torch.rand(4) + 0.5
+        self.again.weight = self.square.weight
+        self.frozen.requires_grad_(False)
+        self.double().eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.normal(self.convolution(x))).mean((-1, -2))
+        return self.head(torch.tanh(self.frozen(self.again(torch.tanh(self.square(x))))))  # type: ignore[no-any-return]
+
+
+def perceptron(seed: int, out: int = 3, scale: float = 1.0) -> nn.Module:
+    """Vectors [n, 4] to [n, out], in float64."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, out)).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(scale)
+    return model.eval()

@@ -1,0 +1,147 @@
+"""The variance of input gradients over checkpoints, against torch's autograd in float64, checkpoint by checkpoint and sample by sample."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import zscore
+from torch import Tensor, nn
+
+from psgrad.engine.measures.known import vog as module
+from psgrad.engine.measures.known.vog import VoG, deviation, standardised
+from psgrad.errors import MeasureError
+from tests.engine.measures.checkpoints import WithBuffers, of_checkpoints, perceptron
+from tests.engine.measures.own_passes import columns_of
+
+
+def plain(models: list[nn.Module], x: Tensor, classes: Tensor) -> np.ndarray:
+    """[n]: VoG by its definition; classes [T, n] or [n], the outputs that are differentiated."""
+    found = []
+    for row, sample in enumerate(x):
+        steps = []
+        for t, model in enumerate(models):
+            leaf = sample[None].clone().requires_grad_()
+            of = classes[t, row] if classes.dim() == 2 else classes[row]
+            steps.append(torch.autograd.grad(model(leaf)[0, of], leaf)[0].flatten().numpy())
+        found.append(np.std(steps, axis=0).mean())
+    return np.array(found)
+
+
+@pytest.mark.parametrize("of", ["target", "prediction"])
+def test_vog_is_its_definition(of: str) -> None:
+    models: list[nn.Module] = [WithBuffers(seed) for seed in range(4)]
+    x, y = torch.randn(7, 1, 6, 6).double(), torch.tensor([0, 1, 0, 1, 0, 1, 2])
+    setting = of_checkpoints(models, F.cross_entropy, (x,), y, kind="class", classes=3, targets=y)
+    measure = VoG(of)  # type: ignore[arg-type]
+    found = measure.gather(columns_of(measure, setting, 3)).columns
+    classes = y if of == "target" else torch.stack([model(x).argmax(-1) for model in models])
+    expected = plain(models, x, classes)
+    np.testing.assert_allclose(found["vog"], expected, rtol=1e-10)
+    for label in (0, 1):
+        np.testing.assert_allclose(found["vog_z"][y == label], zscore(expected[y == label]), rtol=1e-8)
+    assert found["vog_z"][6].isnan()  # alone in its class
+
+
+@given(st.integers(1, 7), st.integers(0, 6))
+def test_chunks_and_where_the_pass_begins_change_nothing(chunk_size: int, start: int) -> None:
+    models = [perceptron(seed) for seed in range(3)]
+    x, y = torch.randn(7, 4).double(), torch.randint(3, (7,))
+    setting = of_checkpoints(models, F.cross_entropy, (x,), y, kind="class", classes=3, targets=y)
+    whole = columns_of(VoG(), setting, 7)["vog.spread_and_label"]
+    torch.testing.assert_close(columns_of(VoG(), setting, chunk_size, start)["vog.spread_and_label"], whole[start:], rtol=1e-12, atol=0)
+
+
+def test_of_ids_the_gradient_is_in_what_the_embedding_looks_up() -> None:
+    class Bag(nn.Module):
+        def __init__(self, seed: int) -> None:
+            super().__init__()
+            torch.manual_seed(seed)
+            self.table, self.head = nn.Embedding(9, 4).double(), nn.Linear(4, 3).double()
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.head(torch.tanh(self.table(ids)).mean(1))  # type: ignore[no-any-return]
+
+    models = [Bag(seed).eval() for seed in range(3)]
+    ids, y = torch.randint(9, (5, 6)), torch.randint(3, (5,))
+    setting = of_checkpoints(models, F.cross_entropy, (ids,), y, kind="class", classes=3, targets=y)
+    found = columns_of(VoG(), setting)["vog.spread_and_label"][:, 0]
+    expected = []
+    for sample, label in zip(ids, y, strict=True):
+        steps = []
+        for model in models:
+            leaf = model.table(sample[None]).detach().requires_grad_()
+            steps.append(torch.autograd.grad(model.head(torch.tanh(leaf).mean(1))[0, label], leaf)[0].flatten().numpy())
+        expected.append(np.std(steps, axis=0).mean())
+    np.testing.assert_allclose(found, expected, rtol=1e-10)
+
+
+def test_what_is_not_finite_at_one_checkpoint_has_no_vog_and_leaves_the_others_theirs() -> None:
+    models = [perceptron(seed) for seed in range(3)]
+    x, y = torch.randn(6, 4).double(), torch.tensor([0, 0, 0, 1, 1, 1])
+    x[1] = torch.inf
+    setting = of_checkpoints(models, F.cross_entropy, (x,), y, kind="class", classes=3, targets=y)
+    measure = VoG()
+    found = measure.gather(columns_of(measure, setting)).columns
+    kept = [0, 2, 3, 4, 5]
+    expected = plain(models, x[kept], y[kept])
+    np.testing.assert_allclose(found["vog"][kept], expected, rtol=1e-10)
+    np.testing.assert_allclose(found["vog_z"][[0, 2]], zscore(expected[:2]), rtol=1e-8)
+    assert found["vog_z"][1].isnan()
+
+
+def test_labels_that_count_for_nothing_have_none() -> None:
+    models = [perceptron(seed) for seed in range(3)]
+    x, y = torch.randn(4, 4).double(), torch.tensor([0, -100, 2, 2])
+    setting = of_checkpoints(models, F.cross_entropy, (x,), y, kind="class", classes=3, targets=y)
+    found = columns_of(VoG(), setting)["vog.spread_and_label"][:, 0]
+    assert found.isnan().tolist() == [False, True, False, False]
+
+
+def test_models_that_do_not_fit_in_memory_are_loaded_chunk_by_chunk() -> None:
+    models = [perceptron(seed) for seed in range(3)]
+    x, y = torch.randn(6, 4).double(), torch.randint(3, (6,))
+    setting = of_checkpoints(models, F.cross_entropy, (x,), y, kind="class", classes=3, targets=y)
+    loads: list[str] = []
+    first = setting.moments[0]
+    noted = replace(first, objective=lambda: (loads.append(first.name), first.objective())[1])
+    setting = replace(setting, moments=[noted, *setting.moments[1:]])
+    roomy = columns_of(VoG(), setting, 2)["vog.spread_and_label"]
+    assert len(loads) == 1
+    tight = replace(setting, examples=replace(setting.examples, options={"memory": 100}))
+    torch.testing.assert_close(columns_of(VoG(), tight, 2)["vog.spread_and_label"], roomy, rtol=0, atol=0)
+    assert len(loads) == 1 + 3
+
+
+@given(st.lists(st.lists(st.floats(-1e3, 1e3), min_size=3, max_size=3), min_size=1, max_size=6))
+def test_the_deviation_of_what_passes_by_is_numpys(steps: list[list[float]]) -> None:
+    found = deviation(torch.tensor([step], dtype=torch.float64) for step in steps)
+    np.testing.assert_allclose(found[0], np.std(steps, axis=0), atol=1e-9)
+
+
+def test_a_class_without_spread_has_no_z_scores() -> None:
+    values, groups = torch.tensor([0.1, 0.1, 0.1, 1.0, 2.0]).double(), torch.tensor([4, 4, 4, 7, 7])
+    np.testing.assert_allclose(standardised(values, groups), [np.nan, np.nan, np.nan, -1, 1])
+
+
+def test_vog_refuses_fewer_than_three_checkpoints_and_losses_without_classes() -> None:
+    x, y = torch.randn(4, 4).double(), torch.randint(3, (4,))
+    setting = of_checkpoints([perceptron(0), perceptron(1)], F.cross_entropy, (x,), y, kind="class", classes=3, targets=y)
+    with pytest.raises(MeasureError, match=r"vog looks at several checkpoints, and analyze\.checkpoints lists 2\n.*at least 3"):
+        VoG().prepare(setting)
+    with pytest.raises(MeasureError, match="vog looks at the class of each sample, and this loss has a value"):
+        VoG().prepare(replace(setting, kind="value"))
+
+
+def test_vog_refuses_a_model_without_an_input_to_differentiate_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = torch.randn(4, 4).double(), torch.randint(3, (4,))
+    models = [perceptron(seed) for seed in range(3)]
+    setting = of_checkpoints(models, F.cross_entropy, (x,), y, kind="class", classes=3, targets=y)
+    monkeypatch.setattr(module, "places_of", lambda model, inputs: [])
+    with pytest.raises(MeasureError, match="found no input of this model to differentiate in"):
+        VoG().prepare(setting)
