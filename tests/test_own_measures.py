@@ -1,0 +1,109 @@
+"""Measures of the user's own, in the config as file.py:Class: what is wrong with them is told by their name."""
+
+from __future__ import annotations
+
+import pandas as pd
+import pytest
+
+from tests.workplace import Workplace
+
+HEAD = """\
+from dataclasses import dataclass
+
+import torch
+
+from psgrad.engine.measures.measure import Gathered, Measure, OwnPass
+
+
+@dataclass
+class Mine(Measure):
+    times: float = 1.0
+    needs_factors = True
+
+"""
+
+
+def use(place: Workplace, body: str, *others: str) -> None:
+    lines = "\n".join(f"    {line}" for line in body.strip().splitlines())
+    (place.folder / "mine.py").write_text(HEAD + lines + "\n")
+    place.config["analyze"] = {"measures": [*others, "mine.py:Mine"]}
+
+
+def test_its_columns_stand_in_the_table(workplace: Workplace) -> None:
+    use(workplace, "def columns(self, gradients):\n    return {'mine': self.times * gradients.square_norms().half()}")
+    workplace.config["analyze"]["measures"] = [{"name": "mine.py:Mine", "times": 2.0}]
+    workplace.succeeded()
+    samples = workplace.samples()
+    pd.testing.assert_series_equal(samples["mine"].astype(float), 2 * samples["grad_norm"] ** 2, rtol=2e-3, check_names=False)
+
+
+def columns(value: str) -> str:
+    return f"def columns(self, gradients):\n    return {value}"
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (columns("{'mine': torch.zeros(3)}"), ["the measure mine.py:Mine returned mine of shape (3,) for", "one number a sample"]),
+        (columns("{'mine': torch.zeros(())}"), ["the measure mine.py:Mine returned mine of shape ()"]),
+        (columns("{'mine': gradients.losses + 1j}"), ["the measure mine.py:Mine returned mine of type torch.complex64"]),
+        (columns("{'mine': 3.0}"), ["the measure mine.py:Mine returned float as mine in columns"]),
+        (columns("gradients.losses"), ["the measure mine.py:Mine returned Tensor in columns"]),
+        (columns("{'loss': gradients.losses}"), ["the measure mine.py:Mine makes a column loss", "mine.loss"]),
+        (columns("{'status': gradients.losses}"), ["the measure mine.py:Mine makes a column status"]),
+        (columns("{1: gradients.losses}"), ["the measure mine.py:Mine names a tensor 1"]),
+        (columns("{'margin': gradients.losses}"), ["two measures make the column margin"]),
+        (
+            columns("{'mine': gradients.losses / gradients.nothing}"),
+            ["the measure mine.py:Mine raised AttributeError", "mine.py:14, in columns"],
+        ),
+        ("def prepare(self, setting):\n    raise KeyError('no such thing')", ["the measure mine.py:Mine raised KeyError", "in prepare"]),
+        ("def summary(self, output, target):\n    return {'mine': output.sum() / int('x')}", ["raised ValueError", "in summary"]),
+        ("def summary(self, output, target):\n    return {'margin': output.sum()}", ["the measure mine keeps margin of each output"]),
+        ("def gather(self, rows):\n    return {}", ["the measure mine.py:Mine returned dict in gather", "a Gathered"]),
+        ("def gather(self, rows):\n    return Gathered(columns={'mine': torch.zeros(2)})", ["of shape (2,) for 24 samples in gather"]),
+        ("def gather(self, rows):\n    return Gathered(columns={'margin': torch.zeros(24)})", ["two measures make the column margin"]),
+        ("looks_twice = True\n\ndef columns_again(self, gradients):\n    raise OSError('gone')", ["raised OSError", "in columns_again"]),
+        ("looks_twice = True\n\ndef columns_again(self, gradients):\n    return {'margin': gradients.losses}", ["its second pass"]),
+        ("def state(self):\n    return {'a': 1}", ["the measure mine.py:Mine returned int as a in state"]),
+        ("name = 'margin'", ["mine.py:Mine calls itself margin"]),
+        ("name = '../up'", ["mine.py:Mine calls itself '../up'"]),
+        ("needs = ('nothing',)", ["a measure needs nothing, which is none"]),
+    ],
+)
+def test_what_is_wrong_is_told_by_its_name(workplace: Workplace, body: str, words: list[str]) -> None:
+    use(workplace, body, "margin")
+    outcome = workplace.analyze()
+    assert outcome.code in (2, 3), outcome.err
+    for word in words:
+        assert word in outcome.err
+    assert "Traceback" not in outcome.err
+    assert "internal error" not in outcome.err
+
+
+def test_a_pass_of_its_own_is_checked_too(workplace: Workplace) -> None:
+    body = """
+def passes(self):
+    from psgrad.engine.gradients.streaming import Columns
+
+    def run(start, size):
+        yield Columns(start, 24, {"mine": torch.zeros(24 - start - 1)})
+
+    return [OwnPass("mine-alone", run)]
+"""
+    use(workplace, body)
+    assert "the measure mine.py:Mine returned mine of shape (23,) for 24 samples in the pass mine-alone" in workplace.analyze().err
+
+
+def test_memory_that_runs_out_in_it_is_no_mistake_of_its_own(workplace: Workplace) -> None:
+    body = """
+def columns(self, gradients):
+    if len(gradients) > 2:
+        raise MemoryError("not enough")
+    return {"mine": gradients.losses}
+"""
+    use(workplace, body)
+    workplace.config["engine"] = {"chunk_size": 8}
+    workplace.succeeded()
+    assert (workplace.samples()["mine"] > 0).all()
+    assert workplace.manifest()["engine"]["out_of_memory_retries"] > 0
