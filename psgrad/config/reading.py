@@ -18,6 +18,9 @@ from psgrad.errors import ConfigError
 from psgrad.yaml12 import KeyPath, parse
 
 
+_MAX_BYTES = 1 << 20
+
+
 class Reading(NamedTuple):
     """What could be made of a config: all of it, or the sections that are right by themselves, and what is wrong with the rest."""
 
@@ -126,7 +129,15 @@ def _name_in_full(content: dict[Any, Any]) -> None:
 
 def _read_document(path: Path) -> _Document:
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            content = file.read(_MAX_BYTES + 1)
+        if len(content) > _MAX_BYTES:
+            raise ConfigError(
+                f"the config file {path} has more than {_MAX_BYTES:,} bytes",
+                expected="a YAML file that a person wrote",
+                cause="the path of a dataset or a checkpoint in the config's place",
+            )
+        text = content.decode("utf-8")
     except FileNotFoundError:
         raise ConfigError(
             f"there is no config file {path}",

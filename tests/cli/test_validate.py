@@ -357,6 +357,6 @@ def test_files_that_are_no_config(workplace: Workplace, command: str, kind: str)
     elif kind == "unreadable name":
         path = Path("a\x00b")
     elif kind != "missing":
-        content = {"binary": b"\x00\xff\x80" * 99, "empty": b"", "list": b"- 1\n", "huge": b"a: [" + b"1, " * 150_000 + b"1]\n"}
+        content = {"binary": b"\x00\xff\x80" * 99, "empty": b"", "list": b"- 1\n", "huge": b"# " + b"x" * (2 << 20)}
         path.write_bytes(content[kind])
     workplace.command(command, str(path)).refused(2)
