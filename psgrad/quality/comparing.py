@@ -18,10 +18,13 @@ def matched(a: pd.DataFrame, b: pd.DataFrame, score: str, tail: str, group: str 
     Equal samples are matched in row order. `percentile_a` and `percentile_b` are among the samples with a score in both, 100 the most
     suspect, and `moved` is the difference.
     """
-    both = _keyed(a, score, "_a", None if group is None or group in b else group).merge(
-        _keyed(b, score, "_b", group if group is not None and group in b else None), on=["fingerprint", "equal"], how="outer", sort=False
-    )
-    both = both.assign(id=both["id_b"].where(both["row_b"].notna(), both["id_a"])).drop(columns=["id_a", "id_b", "equal"])
+    left = _keyed(a, score, "_a", None if group is None or group in b else group)
+    right = _keyed(b, score, "_b", group if group is not None and group in b else None)
+    keys = ["fingerprint", "equal"]
+    if not left["equal"].any() and not right["equal"].any():
+        keys, left, right = keys[:1], left.drop(columns="equal"), right.drop(columns="equal")  # which is twice as fast
+    both = left.merge(right, on=keys, how="outer", sort=False)
+    both = both.assign(id=both["id_b"].where(both["row_b"].notna(), both["id_a"])).drop(columns=["id_a", "id_b", *keys[1:]])
     sign = 1 if tail == "upper" else -1
     scored = both["score_a"].notna() & both["score_b"].notna()
     for run in ("a", "b"):
@@ -61,13 +64,10 @@ def changes_of(both: pd.DataFrame, tail: str, top: int) -> pd.DataFrame:
 
 def spearman(a: pd.Series[Any], b: pd.Series[Any]) -> float | None:
     """Spearman's rank correlation over the rows with a finite value in both; None for fewer than two, or where all are equal."""
-    from scipy.stats import spearmanr
-
-    scored = (np.isfinite(a) & np.isfinite(b)).to_numpy(bool)
-    x, y = a.to_numpy("float64")[scored], b.to_numpy("float64")[scored]
-    if len(x) < 2 or np.ptp(x) == 0 or np.ptp(y) == 0:
+    values = pd.DataFrame({"a": a.to_numpy("float64"), "b": b.to_numpy("float64")}).replace([np.inf, -np.inf], np.nan).dropna()
+    if len(values) < 2 or (values.nunique() < 2).any():
         return None
-    return float(spearmanr(x, y).statistic)
+    return float(values.corr(method="spearman").to_numpy()[0, 1])
 
 
 def groups_of(both: pd.DataFrame) -> pd.DataFrame:
