@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import math
@@ -38,7 +39,8 @@ OWN_ENTRIES = (
     *(PUBLIC, PRIVATE, CHECKPOINT),
 )
 
-_FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
+# What a spreadsheet takes for the start of a formula, also in full width, and behind what it trims or does not show.
+_FORMULA = re.compile("[\\s\\x00-\\x20\ufeff\u200b-\u200f\u202a-\u202e\u2060-\u2069]*[-=+@\uff0d\uff1d\uff0b\uff20]|[\\t\\r\\n]")
 
 
 class RunFolder:
@@ -179,7 +181,12 @@ class RunFolder:
 
     def write_csv(self, name: str, frame: pd.DataFrame) -> None:
         """Write a frame as CSV that a spreadsheet may open: nothing in it is run as a formula."""
-        self.write_bytes(name, _harmless(frame).to_csv(index=False).encode("utf-8", "backslashreplace"))
+        harmless = _harmless(frame)
+        text = harmless.to_csv(index=False)
+        if "\r" in text:
+            # pandas leaves a cell with a carriage return bare, and readers would begin a new row inside it.
+            text = harmless.to_csv(index=False, quoting=csv.QUOTE_NONNUMERIC)
+        self.write_bytes(name, text.encode("utf-8", "backslashreplace"))
 
     def write_manifest(self, content: Mapping[str, Any]) -> None:
         """Write manifest.json with the mark by which a run folder is known."""
@@ -270,7 +277,7 @@ def _harmless(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _without_formula(cell: Any) -> Any:
-    return f"'{cell}" if isinstance(cell, str) and cell.startswith(_FORMULA_STARTS) else cell
+    return f"'{cell}" if isinstance(cell, str) and _FORMULA.match(cell) else cell
 
 
 def _plain(value: Any) -> Any:

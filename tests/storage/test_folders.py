@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import errno
 import json
 import math
@@ -20,6 +21,7 @@ import pytest
 from psgrad.errors import OutputError, OutputExistsError
 from psgrad.storage import RunFolder
 from psgrad.storage.shards import Shards
+from tests.nasty import NASTY, NOT_IN_PARQUET
 
 ROWS = pd.DataFrame({"id": ["a", "b"], "loss": [0.5, np.nan], "rank": pd.array([1, None], dtype="Int64")})
 
@@ -227,6 +229,25 @@ def test_csv_cells_never_start_a_formula_and_numbers_stay_numbers(tmp_path: Path
     assert table["id"].tolist() == ["'=1+1", "'+1", "'-1", "'@x", "'\tx", "a=b", ""]
     assert table["log_norm"].tolist() == [-1.5] * 7
     assert pd.read_parquet(run.path / "samples.parquet")["id"].tolist() == ids
+
+
+@pytest.mark.parametrize("what", [name for name in NASTY if name not in NOT_IN_PARQUET])
+def test_no_nasty_text_starts_a_formula_in_csv(tmp_path: Path, what: str) -> None:
+    run = RunFolder.create(tmp_path / "run")
+    hidden = ("", " ", "\u3000", "\ufeff", "\u200b", "\u202e", "\x00", "\n")
+    full_width = {"=": "\uff1d", "+": "\uff0b", "-": "\uff0d", "@": "\uff20"}
+    text = NASTY[what]
+    wide = full_width.get(text[:1], text[:1]) + text[1:]
+    cells = [before + each for before in hidden for each in (text, wide)]
+    run.finish_samples(pd.DataFrame({"id": cells}))
+    with (run.path / "samples.csv").open(encoding="utf-8", newline="") as file:
+        _, *rows = csv.reader(file)
+    starts = ("=", "+", "-", "@", *full_width.values())
+    for (cell,), before in zip(rows, cells, strict=True):
+        assert cell in (before, f"'{before}")
+        shown = cell.strip("".join(hidden)).lstrip()
+        assert not shown.startswith(starts)
+        assert not cell.startswith(("\t", "\r", "\n"))
 
 
 def test_a_new_folder_is_private(tmp_path: Path) -> None:
