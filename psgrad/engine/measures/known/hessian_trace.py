@@ -22,8 +22,8 @@ _AT_ONCE = 8
 class HessianTrace(Measure):
     """Estimated by Hutchinson's method: the mean of z'Hz over vectors z of random signs, drawn for each sample by its row.
 
-    Where a model has no more parameters than there are probes, unit vectors take their place, and the trace is exact. A layer whose
-    output is linear in its parameters adds nothing by itself; a negative trace says that the sample lies where its loss bends downwards.
+    Where a model has no more parameters than there are probes, unit vectors take their place, and the trace is exact. A negative trace
+    says that the sample's loss bends downwards along more directions, or more sharply, than upwards.
 
     Options:
         probes: random vectors for each sample, at least 2. The standard error falls with their square root.
