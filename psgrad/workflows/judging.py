@@ -40,7 +40,7 @@ class Judging:
     """Who is an outlier in a run, by its config.
 
     All that can be wrong is told when it is made, before anything is measured. Raises ConfigError and DataError: a reference that is not
-    there, or was measured with something else; detectors without rows to look at; a group that is no column.
+    there, or was measured with something else; a score or a group that no column will be; a detector that is none.
     """
 
     def __init__(self, run: Setup, measures: Sequence[Measure]) -> None:
@@ -48,11 +48,6 @@ class Judging:
         self._outliers = run.config.analyze.outliers
         for each in self._outliers.detectors:
             detector_from(each.name, each.options)
-        if self._outliers.detectors and all(measure.name != _ROWS for measure in measures):
-            raise ConfigError(
-                f"analyze.outliers.detectors: detectors look at projected gradients, and analyze.measures has no {_ROWS}",
-                next_step=f"add {_ROWS} to analyze.measures",
-            )
         self._scored_by = scored_by(self._outliers.score, [each.name for each in self._outliers.detectors])
         self._require_known()
         self._of_data = self._column_of_data()
