@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from psgrad.cli.boundary import boundary
+from psgrad.cli.completing import complete_method
 from psgrad.cli.options import ConfigPath, Debug, Output, Overwrite, Settings, read_config
 from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
 
@@ -27,7 +28,9 @@ class Kind(StrEnum):
 
 
 Top = Annotated[int | None, typer.Option("--top", metavar="N", min=1, help="How many examples of either sign to rank for each query.")]
-MethodName = Annotated[str | None, typer.Option("--method", metavar="NAME", help="Method, with its default options.")]
+MethodName = Annotated[
+    str | None, typer.Option("--method", metavar="NAME", help="Method, with its default options.", autocompletion=complete_method)
+]
 Matrix = Annotated[bool, typer.Option("--matrix", help="Also write all scores, a row a training example, as matrix.safetensors.")]
 Report = Annotated[bool, typer.Option("--report/--no-report", help="Draw plots and report.html; without them answers come sooner.")]
 Evaluate = Annotated[

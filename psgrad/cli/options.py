@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from psgrad.cli.completing import complete_setting
+
 if TYPE_CHECKING:
     from psgrad.config import Config
 
@@ -17,7 +19,12 @@ ConfigPath = Annotated[
 Output = Annotated[Path | None, typer.Option("--output", metavar="DIR", help="Run folder, instead of the config's `output`.")]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="A.B=C", help="Change one value of the config: dotted path, YAML value. May be repeated."),
+    typer.Option(
+        "--set",
+        metavar="A.B=C",
+        help="Change one value of the config: dotted path, YAML value. May be repeated.",
+        autocompletion=complete_setting,
+    ),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier run in the run folder.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object in place of the tables.")]

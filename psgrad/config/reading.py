@@ -17,7 +17,6 @@ from psgrad.config.whole import Config
 from psgrad.errors import ConfigError
 from psgrad.yaml12 import KeyPath, parse
 
-
 _MAX_BYTES = 1 << 20
 
 
