@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from psgrad.config import load_config
+from psgrad.engine.measures.known import known_measures
 from psgrad.engine.measures.known.projected_gradients import ProjectedGradients
 from psgrad.storage.finished import load_run
 from psgrad.workflows.analysis import analyze
@@ -69,3 +70,8 @@ def test_a_run_has_the_columns_tables_and_arrays(workplace: Workplace) -> None:
 def test_wrong_options_are_told(workplace: Workplace, measure: dict[str, Any], words: str) -> None:
     workplace.config["analyze"] = {"measures": [measure]}
     workplace.refused(2, words)
+
+
+def test_each_known_measure_can_be_named(workplace: Workplace) -> None:
+    for name, kind in known_measures().items():
+        assert isinstance(measures(workplace, {"measures": [name]})[-1], kind)

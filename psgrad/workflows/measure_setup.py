@@ -66,7 +66,7 @@ def measure_from(config: MeasureConfig, base: Path) -> Measure:
     problems = [_unknown(option, known, config.name) for option in config.options if option not in known]
     if not problems:
         try:
-            measure: Measure = TypeAdapter(kind).validate_json(json.dumps(config.options), strict=True)
+            measure: Measure = TypeAdapter(kind).validate_json(json.dumps(config.options), strict=True) if known else kind()
             return OwnMeasure(measure, config.name) if is_callable_spec(config.name) else measure
         except ValidationError as error:
             details = error.errors(include_url=False)
