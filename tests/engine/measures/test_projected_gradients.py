@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from psgrad.engine.measures.known import projected_gradients
-from psgrad.engine.measures.known.covariance_spectrum import CovarianceSpectrum
+from psgrad.engine.measures.known.covariance_spectrum import CovarianceSpectrum, _effective_rank
 from psgrad.engine.measures.known.projected_gradients import ProjectedGradients
 from psgrad.engine.measures.measure import Gathered, Setting
 from psgrad.errors import MeasureError
@@ -144,18 +144,37 @@ def test_projected_eigenvalues_are_as_near_as_is_told() -> None:
     tables = [each.tables["spectrum"] for each in found]
     values = np.stack([np.asarray(table["eigenvalue"][:5]) for table in tables])
     errors = np.mean([np.asarray(table["standard_error"][:5]) for table in tables], 0)
-    lifts = np.mean([np.asarray(table["lift"][:5]) for table in tables], 0)
-    off = values - expected
-    spread = off.std(0, ddof=1)
+    spread = (values - expected).std(0, ddof=1)
     assert (spread[:3] < 1.5 * errors[:3]).all()
     assert (spread[:3] > errors[:3] / 1.5).all()
-    # raised by the lift on average, to three standard errors of the mean of these draws; eigenvalues near each other push harder
-    assert (np.abs(off.mean(0) - lifts)[:1] < 3 * errors[:1] / math.sqrt(len(found))).all()
     trace = rows.var(0, correction=1).sum().item()
     for each in found:
         assert each.numbers["trace"] == pytest.approx(trace, rel=1e-9)  # by the norms: no projection is in it
         assert each.numbers["floor"] == pytest.approx(trace / 128, rel=1e-9)
     assert np.mean([each.numbers["trace_by_projection"] for each in found]) == pytest.approx(trace, rel=0.05)
+
+
+def test_an_eigenvalue_that_stands_clear_is_raised_by_the_lift() -> None:
+    scales = torch.cat([torch.ones(1), torch.full((399,), 0.15)]).double()
+    rows = (torch.randn(400, 400, dtype=torch.float64) * scales) @ torch.linalg.qr(torch.randn(400, 400, dtype=torch.float64))[0]
+    tables = [spectrum_of(gradients_are(rows, seed=seed), 64, chunk_size=400).tables["spectrum"] for seed in range(40)]
+    found, errors, lifts = (np.array([float(table[name][0]) for table in tables]) for name in ("eigenvalue", "standard_error", "lift"))
+    rounding = errors.mean() / math.sqrt(len(tables))
+    assert lifts.mean() > 3 * rounding  # it can be told from nothing
+    assert found.mean() - eigenvalues(rows)[0] == pytest.approx(lifts.mean(), abs=3 * rounding)
+
+
+def test_the_sum_of_squares_behind_the_effective_rank_has_no_bias() -> None:
+    random, k, variances = np.random.default_rng(0), 12, np.array([1.0, 0.4, 0.1])
+    squares = []
+    for _ in range(4000):
+        projected = random.normal(size=(k, 3)) / math.sqrt(k) * np.sqrt(variances)
+        values = torch.from_numpy(np.linalg.eigvalsh(projected @ projected.T))
+        rank = _effective_rank(values, variances.sum(), k**-0.5)
+        assert rank is not None
+        squares.append(variances.sum() ** 2 / rank)
+    off = np.std(squares, ddof=1) / math.sqrt(len(squares))
+    assert np.mean(squares) == pytest.approx(np.square(variances).sum(), abs=3 * off)
 
 
 def test_the_effective_rank_is_freed_of_what_the_projection_adds() -> None:
@@ -175,6 +194,17 @@ def test_a_spoilt_sample_is_left_out(exact_up_to: int) -> None:
     np.testing.assert_allclose(found.tables["spectrum"]["eigenvalue"][:6], expected.tables["spectrum"]["eigenvalue"][:6], rtol=1e-9)
     assert found.numbers["samples"] == 30
     assert found.numbers["trace"] == pytest.approx(expected.numbers["trace"], rel=1e-9)
+
+
+@pytest.mark.parametrize("exact_up_to", [0, 100])
+def test_a_sample_whose_loss_alone_is_spoilt_is_left_out(exact_up_to: int) -> None:
+    rows, target = decaying(30, 6), torch.zeros(30, dtype=torch.float64)
+    target[11] = math.nan
+    model = nn.Linear(6, 1, bias=False).double()
+    found = spectrum_of(setting_of(model, lambda output, target: output.sum() + target, (rows,), target), 6, exact_up_to)
+    expected = eigenvalues(torch.cat([rows[:11], rows[12:]]))
+    np.testing.assert_allclose(found.tables["spectrum"]["eigenvalue"][:6], expected, rtol=1e-9)
+    assert found.numbers["samples"] == 29
 
 
 @pytest.mark.parametrize("exact_up_to", [0, 100])
