@@ -39,10 +39,11 @@ Say = Callable[["Progress"], None]
 
 
 def load_config(config: AnyConfig, settings: Sequence[str] = ()) -> Config:
-    """The validated config. `settings` are changes as `--set` takes them, `engine.device=cpu`, of a file. Raises ConfigError."""
+    """The validated config. `settings` are changes as `--set` takes them, `engine.device=cpu`, of a file or of plain values; a `Config`
+    is what it is. Raises ConfigError with all that is wrong."""
     if isinstance(config, Config):
         return config
-    return config_from(config) if isinstance(config, Mapping) else _load(Path(config), settings)
+    return config_from(config, settings) if isinstance(config, Mapping) else _load(Path(config), settings)
 
 
 def validate(config: AnyPath, settings: Sequence[str] = (), *, deep: bool = False) -> Validation:

@@ -37,14 +37,12 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     return _whole(path, read_config(path, overrides))
 
 
-def config_from(content: Mapping[str, Any], base: Path = Path()) -> Config:
-    """The validated config of plain values, as the YAML file would have them; paths in it are relative to `base`.
+def config_from(content: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """The validated config of plain values, as the YAML file would have them; paths in it are relative to the current directory.
 
     Raises ConfigError with every problem found.
     """
-    config = _whole(None, _read(_Document("the config", _plain(dict(content))), []))
-    config._base = base
-    return config
+    return _whole(None, _read(_Document("the config", _plain(content)), overrides))
 
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> Reading:
