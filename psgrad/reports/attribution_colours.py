@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from psgrad.reports.drawing import INK, REVIEW
+from psgrad.reports.drawing import REVIEW
 
 Array = np.ndarray[Any, Any]
 
@@ -15,7 +15,7 @@ RAISES, LOWERS = REVIEW, "#2b66b0"
 
 # How much of the full colour lies over a picture, and behind dark letters, at the end of the scale.
 _OVER_PICTURE = 0.9
-_BEHIND_TEXT = {1: 0.75, -1: 0.6}
+_BEHIND_TEXT = {1: 0.7, -1: 0.6}
 
 
 def scale_of(values: Array) -> float:
@@ -40,16 +40,23 @@ def level_of(value: float, scale: float) -> int:
 
 
 def shade(level: int) -> str:
-    """The background '#rrggbb' of a level: so light that INK is read on it."""
-    side = 1 if level >= 0 else -1
-    share = _BEHIND_TEXT[side] * abs(level) / LEVELS
-    mixed = 255 * (1 - share) + _rgb(RAISES if side > 0 else LOWERS) * share
+    """The background '#rrggbb' of a level on white paper: so light that INK is read on it."""
+    mixed = 255 * (1 - _share(level)) + _rgb(_side(level)) * _share(level)
     return "#" + "".join(f"{round(part):02x}" for part in mixed)
 
 
 def style_of(level: int) -> str:
-    """CSS of a level: its background, and ink that is read on it in light and dark themes; empty for nothing."""
-    return f"background:{shade(level)};color:{INK}" if level else ""
+    """CSS of a level: a background that lets light or dark paper through, so that the page's own ink is read on it; empty for nothing."""
+    red, green, blue = _rgb(_side(level)).astype(int)
+    return f"background:rgba({red},{green},{blue},{_share(level):.3g})" if level else ""
+
+
+def _side(level: int) -> str:
+    return RAISES if level >= 0 else LOWERS
+
+
+def _share(level: int) -> float:
+    return _BEHIND_TEXT[1 if level >= 0 else -1] * abs(level) / LEVELS
 
 
 def _rgb(colour: str) -> Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ import pandas as pd
 import pytest
 from PIL import Image
 
+import psgrad.reports
 from psgrad.reports.attribution import MEASURES, attribution_cards
 from psgrad.reports.attribution_colours import LEVELS, LOWERS, RAISES, level_of, overlaid, shade, style_of
 from psgrad.reports.attribution_plots import attribution_plots
 from psgrad.reports.attribution_text import MAX_POSITIONS, pieces_of, spans_of
-from psgrad.reports.drawing import INK
 from psgrad.results import AnalyzeResult, MeasureResult, TopSample
 from tests.reports.frames import MANIFEST, classification, parameters
 
@@ -66,11 +67,23 @@ def luminance(colour: str) -> float:
     return float(linear @ [0.2126, 0.7152, 0.0722])
 
 
+def contrast(one: str, other: str) -> float:
+    low, high = sorted([luminance(one), luminance(other)])
+    return (high + 0.05) / (low + 0.05)
+
+
 @pytest.mark.parametrize("level", [level for level in range(-LEVELS, LEVELS + 1) if level])
-def test_letters_are_read_on_every_shade(level: int) -> None:
-    """WCAG 2.2, 1.4.3: a contrast of 4.5."""
-    assert (luminance(shade(level)) + 0.05) / (luminance(INK) + 0.05) >= 4.5
-    assert style_of(level) == f"background:{shade(level)};color:{INK}"
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_letters_are_read_on_every_shade(level: int, theme: str) -> None:
+    """WCAG 2.2, 1.4.3: a contrast of 4.5, with the page's own ink, on its own paper."""
+    css = (Path(psgrad.reports.__file__).parent / "templates" / "base.html").read_text()
+    dark = css.index("prefers-color-scheme: dark")
+    rules = css[dark:] if theme == "dark" else css[:dark]
+    ink, *papers = (re.search(rf"--{name}: (#[0-9a-f]+)", rules).group(1) for name in ("ink", "paper", "wash"))  # type: ignore[union-attr]
+    *colour, share = map(float, re.fullmatch(r"background:rgba\((.+)\)", style_of(level)).group(1).split(","))  # type: ignore[union-attr]
+    for paper in papers:
+        mixed = share * np.array(colour) + (1 - share) * rgb(paper if len(paper) == 7 else "#" + "".join(2 * x for x in paper[1:]))
+        assert contrast("#" + "".join(f"{round(part):02x}" for part in mixed), ink) >= 4.5
 
 
 def test_shades_of_either_side_differ_and_darken() -> None:
