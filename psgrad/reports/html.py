@@ -23,7 +23,7 @@ from psgrad.reports.measure_sections import MeasureSection, measure_sections
 from psgrad.reports.page import at, excerpt, facts_of, notes_of, picture_uri, plot_uri, templates, title_of
 from psgrad.reports.plots import MAX_PICTURES, PICTURE_NOTE
 from psgrad.reports.sample_table import listed_samples, sample_table
-from psgrad.reports.scatter import linked_scatter
+from psgrad.reports.scatter import linked_svg
 from psgrad.reports.tables import DataTable, Heading, TableRow
 from psgrad.reports.verdicts import finding_table, gate_sentence, gate_table
 from psgrad.reports.words import MISSING, brief, identifier, label, number
@@ -59,14 +59,14 @@ class Card:
 
 
 def render(result: AnalyzeResult, plots: Sequence[Plot], of_measures: dict[str, list[Plot]] | None = None) -> str:
-    """The report as HTML. All text from the config, the data and the model is escaped."""
+    """The report as HTML. All text from the config, the data and the model is escaped. Figures are changed: their files come first."""
     samples, manifest = result.samples, result.manifest
     finite = bool((samples["status"] == "ok").any())
     listed = listed_samples(samples)
     statistics = class_statistics(samples) if finite and classes_shown(result) else None
     limit = at(manifest, "limit")
     how = judgement(result)
-    scatter = linked_scatter(samples, listed, result.class_names) if finite else None
+    scatter = next((plot for plot in plots if plot.name == "loss_against_norm"), None)
     sections = measure_sections(result, of_measures or {}, FIGURES_ROOM)
     script, policy = _script()
     return templates.get_template("report.html").render(
@@ -83,7 +83,7 @@ def render(result: AnalyzeResult, plots: Sequence[Plot], of_measures: dict[str, 
         cards=_cards(result),
         picture_note=PICTURE_NOTE,
         classes=has_classes(samples),
-        scatter=scatter and (scatter[0], Markup(scatter[1])),
+        scatter=scatter and (scatter, Markup(linked_svg(scatter, listed, result.class_names))),
         figures={plot.name: (plot, plot_uri(plot)) for plot in plots if plot.name not in ("top_sheet", "loss_against_norm")},
         class_table=None if statistics is None else class_table(result, statistics),
         class_pages=[] if statistics is None else class_pages(result, statistics),

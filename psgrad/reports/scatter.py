@@ -44,12 +44,12 @@ def loss_against_norm(samples: pd.DataFrame) -> Plot:
     return Plot("loss_against_norm", "Loss against gradient norm", caption + not_drawn, figure, vector=False, alt=alt)
 
 
-def linked_scatter(samples: pd.DataFrame, listed: pd.DataFrame, class_names: list[str] | None) -> tuple[Plot, str]:
-    """The figure, and its SVG for inside the page: each listed sample is an element of its own, marked with the sample's row (data-s).
+def linked_svg(plot: Plot, listed: pd.DataFrame, class_names: list[str] | None) -> str:
+    """The figure of `loss_against_norm` as SVG for inside the page: each listed sample is an element of its own, marked with the sample's
+    row (data-s).
 
-    The other samples are pixels in it. Its colours are the page's own.
+    The other samples are pixels in it. Its colours are the page's own. The figure is changed: whoever wants it as a file writes that first.
     """
-    plot = loss_against_norm(samples)
     (axes,) = plot.figure.axes
     for artist in axes.collections:
         artist.set_rasterized(True)
@@ -61,7 +61,7 @@ def linked_scatter(samples: pd.DataFrame, listed: pd.DataFrame, class_names: lis
             colour = REVIEW if row["is_outlier_issue"] else REST
             axes.plot([row["grad_norm"]], [row["loss"]], "o", ms=5.5, mfc=colour, mec=INK, mew=0.6, gid=name, scalex=False, scaley=False)
             words[name] = _point_words(row, class_names)
-    return plot, _page_svg(plot.adaptive_svg().decode("utf-8"), plot.alt, words)
+    return _page_svg(plot.adaptive_svg().decode("utf-8"), plot.alt, words)
 
 
 def _point_words(row: dict[Any, Any], class_names: list[str] | None) -> str:
