@@ -38,8 +38,9 @@ def block(language: str, words: str) -> str:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A folder from which the page's configs find the digits."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, from which the page's configs find the digits."""
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "digits").symlink_to(ROOT / "configs" / "digits")
     return tmp_path
 
