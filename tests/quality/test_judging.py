@@ -255,3 +255,15 @@ def test_any_table_is_judged(norms: list[float], known: list[float], grouped: bo
         assert (done.frame["status"] == "nonfinite").tolist() == (~np.isfinite(np.array(norms))).tolist()
         assert done.frame["is_outlier_issue"].tolist() == done.frame["is_outlier_issue"].astype(bool).tolist()
         json.dumps(done.facts, allow_nan=True)
+
+
+def test_joined_samples_are_held_against_the_trusted_ones_that_are_joined() -> None:
+    """Classes 1 to 3 are rare here or there; class 3 has no sample of its own. Their norms are a thousand times those of class 0."""
+    known = np.append(np.linspace(1, 2, 60), np.linspace(1000, 2000, 15))
+    labels = np.repeat(["0", "1", "2", "3"], [60, 5, 5, 5])
+    done = judge(samples([1.5, 1500.0, 3000.0], target=[0, 1, 2]), config(group_by="class"), trusted(known, labels))
+    assert done.frame["group"].tolist() == ["0", OTHER, OTHER]
+    joined = known[60:]
+    expected = [(1 + (known[:60] >= 1.5).sum()) / 61, (1 + (joined >= 1500).sum()) / 16, 1 / 16]
+    np.testing.assert_allclose(done.frame["p_value"], expected)
+    assert done.facts["groups"]["joined"] == ["1", "2", "3"]
