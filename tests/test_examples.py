@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from sklearn.datasets import load_digits
+
+import psgrad
+from psgrad.config import Config
+from psgrad.errors import ConfigError
+from psgrad.yaml12 import parse
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -69,3 +76,52 @@ def test_the_text_network_has_learnt_something() -> None:
     logits = load_model(CONFIGS / "text")(torch.stack([item["bytes"] for item in items]))
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.stack([item["next_bytes"] for item in items]).flatten())
     assert loss.item() < 2  # nats a byte; all bytes alike would be 5.5
+
+
+PART = ", a part"
+
+
+# Every config that is shown -------------------------------------------------------------------------------------------------------
+
+
+def shown_configs() -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, content) of each config in configs/ and of each YAML block of a page that has a config's keys; parts of a config are laid
+    over that of the digits. Files that they name are relative to configs/."""
+    digits = parse((CONFIGS / "digits.yaml").read_text(encoding="utf-8"), "digits").content
+    for path in sorted(CONFIGS.glob("*.yaml")):
+        yield path.name, parse(path.read_text(encoding="utf-8"), path.name).content
+    for page in [CONFIGS.parent / "README.md", *sorted((CONFIGS.parent / "docs").glob("*.md"))]:
+        for number, block in enumerate(re.findall(r"```yaml\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)):
+            try:
+                content = parse(block, page.name).content
+            except ConfigError:
+                continue  # of another tool, with more than YAML 1.2's plain values
+            if isinstance(content, dict) and set(content) <= set(Config.model_fields):
+                yield f"{page.name} {number}{'' if 'version' in content else PART}", {**digits, **content}
+
+
+SHOWN = dict(shown_configs())
+WHOLE = [name for name, content in SHOWN.items() if not name.endswith(PART)]
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_every_config_that_is_shown_is_valid(name: str) -> None:
+    psgrad.load_config(SHOWN[name])
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_every_config_that_is_shown_runs(name: str, tmp_path: Path) -> None:
+    """On a few of its rows, without a report. What parts of configs do, their pages' own tests show."""
+    config = psgrad.load_config({**SHOWN[name], "output": str(tmp_path / "run")})
+    config._base = CONFIGS
+    run = psgrad.analyze(config, limit=48, report=False)
+    assert len(run.samples) == 48
+    assert set(run.measures) >= {measure.name for measure in config.analyze.measures}
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
+def test_every_config_passes_validate(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = psgrad.validate(path)
+    assert found.problems == []
+    assert found.facts["model"]
