@@ -165,7 +165,7 @@ def test_an_eigenvalue_that_stands_clear_is_raised_by_the_lift() -> None:
 
 
 def test_the_sum_of_squares_behind_the_effective_rank_has_no_bias() -> None:
-    random, k, variances = np.random.default_rng(0), 12, np.array([1.0, 0.4, 0.1])
+    random, k, variances = np.random.default_rng(0), 40, np.array([1.0, 0.4, 0.1])
     squares = []
     for _ in range(4000):
         projected = random.normal(size=(k, 3)) / math.sqrt(k) * np.sqrt(variances)
