@@ -1,0 +1,93 @@
+"""The options of `psgrad analyze`, with real runs of a small model."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.workplace import ROWS, Workplace
+
+LIGHT = ("--no-report", "--progress", "none")
+
+
+def test_json_is_one_object_on_stdout(workplace: Workplace) -> None:
+    workplace.config["analyze"] = {"measures": ["el2n"], "top": 5}
+    outcome = workplace.succeeded(*LIGHT, "--json")
+    found = json.loads(outcome.out)
+    frame = workplace.samples()
+    assert found["schema_version"] == 1
+    assert (found["samples"], found["in_dataset"], found["partial"]) == (ROWS, ROWS, False)
+    assert [each["id"] for each in found["top"]] == frame.sort_values("rank")["id"].tolist()[:5]
+    assert [each["grad_norm"] for each in found["top"]] == pytest.approx(sorted(frame["grad_norm"], reverse=True)[:5], rel=1e-12)
+    assert found["check"]["exit_code"] == 0
+    assert set(found["measures"]) == {"el2n"}
+
+
+def test_numbers_that_are_not_finite_are_null(workplace: Workplace) -> None:
+    rows = workplace.arrays["x"].copy()
+    rows[3] = np.nan
+    workplace.save(x=rows)
+
+    def no_constants(name: str) -> Any:
+        raise AssertionError(f"{name} is not JSON")
+
+    found = json.loads(workplace.analyze(*LIGHT, "--json").out, parse_constant=no_constants)
+    assert found["nonfinite"] == 1
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_check_leaves_with_the_gates_exit_code(workplace: Workplace, options: tuple[str, ...]) -> None:
+    rows = workplace.arrays["x"].copy()
+    rows[3] = np.inf
+    workplace.save(x=rows)
+    assert workplace.analyze(*LIGHT, *options).code == 0  # without --check nothing is judged by its exit code
+    outcome = workplace.analyze(*LIGHT, *options, "--overwrite", "--check")
+    assert outcome.code == 1
+    assert "nonfinite" in outcome.out
+    if options:
+        assert json.loads(outcome.out)["check"]["exit_code"] == 1
+    assert workplace.analyze(*LIGHT, *options, "--overwrite", "--check", "--set", "gate.nonfinite=ignore").code == 0
+
+
+def test_limit_is_a_number_or_a_fraction(workplace: Workplace) -> None:
+    outcome = workplace.succeeded("--no-report", "--limit", "7")
+    assert f"PARTIAL: the first 7 of {ROWS} samples" in outcome.err
+    assert len(workplace.samples()) == 7
+    workplace.succeeded(*LIGHT, "--limit", "0.5", "--overwrite")
+    assert len(workplace.samples()) == ROWS // 2
+    for wrong in ("0", "-3", "1.5", "nan", "some"):
+        outcome = workplace.analyze(*LIGHT, "--overwrite", f"--limit={wrong}")
+        assert outcome.code == 2, wrong
+        assert "Traceback" not in outcome.err
+
+
+def test_quiet_says_nothing_and_verbose_says_more(workplace: Workplace) -> None:
+    assert workplace.succeeded("--no-report", "-q").err == ""
+    err = workplace.succeeded("--no-report", "-v", "--overwrite").err
+    assert "timings: load" in err
+    assert "engine: device" in err
+    assert workplace.analyze("-q", "-v").code == 2
+    assert "error: " in workplace.analyze("-q", "--set", "engine.verify=-1").err
+
+
+def test_progress_may_be_lines_or_nothing(workplace: Workplace) -> None:
+    assert f"samples: {ROWS}/{ROWS} samples" in workplace.succeeded("--no-report", "--progress", "plain").err
+    assert "/24 samples" not in workplace.succeeded(*LIGHT, "--overwrite").err
+
+
+def test_a_report_is_left_out_on_request_and_made_later(workplace: Workplace) -> None:
+    workplace.succeeded(*LIGHT)
+    assert not (workplace.folder / "out" / "report.html").exists()
+    assert not (workplace.folder / "out" / "plots").exists()
+
+
+def test_resume_of_a_finished_run_gives_that_run(workplace: Workplace) -> None:
+    first = workplace.succeeded(*LIGHT)
+    before = (workplace.folder / "out" / "manifest.json").read_bytes()
+    again = workplace.succeeded(*LIGHT, "--resume")
+    assert again.out == first.out
+    assert (workplace.folder / "out" / "manifest.json").read_bytes() == before
+    assert workplace.analyze("--resume", "--overwrite").code == 2
