@@ -54,9 +54,7 @@ def _package_problems(module: str, base: Path) -> Iterator[PsgradError]:
     if not there:
         file = Path(*module.split(".")).with_suffix(".py")
         beside = f"there is {file} beside the config: write {file}:<callable>" if (base / file).is_file() else None
-        hint = (
-            beside or "install its package in this environment, put its folder on PYTHONPATH, or name a file: path/to/file.py:<callable>"
-        )
+        hint = beside or "install its package in this environment, put its folder on PYTHONPATH, or name a file: path/to/file.py:<callable>"
         yield ConfigError(f"there is no module {package!r} to import {module!r} from", next_step=hint)
 
 
