@@ -7,7 +7,7 @@ gradients of a chunk.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.memory import free_memory
 from psgrad.engine.gradients.placed import DeferredGradient, Placed
 from psgrad.engine.gradients.terms import accumulating_dtype
+from psgrad.engine.measures.by_class import is_value, products_of_values, sums_of_values
 from psgrad.engine.measures.finite import finite_rows
 from psgrad.engine.measures.measure import Arrays, Measure, Setting
 from psgrad.engine.measures.refusals import require_classes
@@ -90,7 +91,13 @@ class GradientSums:
             return
         found = torch.zeros(self.groups, self.flat.size, dtype=torch.float64, device=self.device)
         counts = torch.zeros(self.groups, dtype=torch.int64)
-        sorted_gradients, _, groups = self._sorted(gradients)
+        values = [name for name, gradient in gradients.gradients.items() if self.groups > 1 and is_value(gradient)]
+        sorted_gradients, order, groups = self._sorted(gradients, values)
+        if values:
+            classes, whole = self.classes_of(gradients), len(order) == len(gradients)
+            for name in values:
+                gradient = gradients.gradients[name] if whole else gradients.gradients[name].at(order)
+                found[:, self.flat.columns[name]] = sums_of_values(gradient, classes if whole else classes[order], self.groups).double()
         for group, samples in groups:
             counts[group] = samples.stop - samples.start
             for name, gradient in sorted_gradients.items():
@@ -178,14 +185,19 @@ class GradientSums:
         return targets.where((targets >= 0) & (targets < self.groups - 1), self.groups - 1)
 
     def _class_dot(self, gradients: PerSampleGradients) -> torch.Tensor:
-        sorted_gradients, order, groups = self._sorted(gradients)
+        small = [name for name, gradient in gradients.gradients.items() if is_value(gradient, small=True)]
+        sorted_gradients, order, groups = self._sorted(gradients, small)
         found = torch.full((len(gradients),), torch.nan, dtype=torch.float64, device=self.device)
         for group, samples in groups:
             if group == self.groups - 1:
                 continue
             some = {name: gradient.at(samples) for name, gradient in sorted_gradients.items()}
             part = PerSampleGradients(some, gradients.losses[: samples.stop - samples.start])
-            found[order[samples]] = part.dot(self._made()[1][group]).double()
+            vectors = self._made()[1][group]
+            found[order[samples]] = part.dot({name: vectors[name] for name in some}).double()
+        for name in small:
+            vectors_of_all = torch.stack([vectors[name].flatten() for vectors in self._made()[1]])
+            found += products_of_values(gradients.gradients[name], self.classes_of(gradients), vectors_of_all)
         return found
 
     def _made(self) -> tuple[torch.Tensor, list[Vectors]]:
@@ -220,9 +232,11 @@ class GradientSums:
     def _forget(self) -> None:
         self._chunk, self._pending, self._dots = None, None, {}
 
-    def _sorted(self, gradients: PerSampleGradients) -> tuple[dict[str, Any], torch.Tensor, list[tuple[int, slice]]]:
+    def _sorted(
+        self, gradients: PerSampleGradients, without: Sequence[str]
+    ) -> tuple[dict[str, DeferredGradient], torch.Tensor, list[tuple[int, slice]]]:
         """(name -> gradient with its samples in the order of their classes, that order [k], each class there with its samples); those
-        that are not finite are left out."""
+        that are not finite are left out, and so are the parameters `without`."""
         finite = finite_rows(gradients)
         if self.groups == 1:
             order = torch.nonzero(finite).squeeze(1)
@@ -233,7 +247,7 @@ class GradientSums:
             classes = self.classes_of(gradients)
             order = classes.where(finite, self.groups).argsort(stable=True)[: int(finite.sum())]
             groups = list(_runs(classes[order].cpu()))
-        return {name: gradient.at(order) for name, gradient in gradients.gradients.items()}, order, groups
+        return {name: each.at(order) for name, each in gradients.gradients.items() if name not in without}, order, groups
 
 
 def _runs(classes: torch.Tensor) -> Iterator[tuple[int, slice]]:
