@@ -1,0 +1,35 @@
+"""The benchmark of measures, once at a size that takes no time."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from psgrad.engine.measures.known import known_measures
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+
+
+def test_the_ways_run_and_every_measure_is_of_one_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    before = set(sys.modules)
+    try:
+        script = importlib.import_module("measures")
+        problem = script.Digits(12)
+        kinds = script.kinds(problem, list(known_measures()))
+        assert sorted(name for names in kinds.values() for name in names) == list(known_measures())
+        assert {"margin", "cosine_to_class_mean", "noise_scale", "el2n"} <= set(kinds["one pass"])
+        assert "input_gradient" in kinds["own passes"]
+        assert kinds["second derivatives"] == ["hessian_top_eigenvalue", "hessian_trace"]
+        ways = {"norms": lambda: problem.run([]), "two": lambda: problem.run(script.with_needed(["margin", "cosine_to_class_mean"]))}
+        timings = script.time_in_turn(ways, 3)
+    finally:
+        for name in set(sys.modules) - before:
+            if str(FOLDER) in str(getattr(sys.modules[name], "__file__", "")):
+                del sys.modules[name]
+    assert timings["norms"].ratio == pytest.approx(1)
+    assert timings["norms"].processor_ratio == 1
+    assert timings["two"].lower_quartile <= timings["two"].median <= timings["two"].upper_quartile
