@@ -67,6 +67,7 @@ def render(result: AnalyzeResult, plots: Sequence[Plot], of_measures: dict[str, 
     limit = at(manifest, "limit")
     how = judgement(result)
     scatter = next((plot for plot in plots if plot.name == "loss_against_norm"), None)
+    cards, attribution = _cards(result), attribution_cards(result)
     sections = measure_sections(result, of_measures or {}, FIGURES_ROOM)
     script, policy = _script()
     return templates.get_template("report.html").render(
@@ -80,7 +81,7 @@ def render(result: AnalyzeResult, plots: Sequence[Plot], of_measures: dict[str, 
         gate_warnings=[brief(each, 300) for each in result.check.warnings[:20]] if result.check else [],
         found=finding_table(result.check),
         table=sample_table(result) if len(listed) else None,
-        cards=_cards(result),
+        cards=cards,
         picture_note=PICTURE_NOTE,
         classes=has_classes(samples),
         scatter=scatter and (scatter, Markup(linked_svg(scatter, listed, result.class_names))),
@@ -90,12 +91,20 @@ def render(result: AnalyzeResult, plots: Sequence[Plot], of_measures: dict[str, 
         class_count=0 if statistics is None else len(statistics),
         layers=_layers(result.parameters),
         measures=sections,
-        attribution=attribution_cards(result),
+        attribution=attribution,
         attribution_note=ATTRIBUTION_NOTE,
         nonfinite=nonfinite_samples(samples),
         facts=facts_of(manifest, result.folder),
         notes=notes_of(manifest),
-        contents=_contents(statistics is not None, len(result.parameters) > 0, sections),
+        contents=_contents(
+            {
+                "inputs": bool(cards),
+                "attribution": bool(attribution),
+                "by-class": statistics is not None,
+                "by-layer": len(result.parameters) > 0,
+            },
+            sections,
+        ),
         script=Markup(script),
         script_policy=Markup(policy),
     )
@@ -191,10 +200,16 @@ def _layers(parameters: pd.DataFrame) -> DataTable | None:
     return DataTable("layers", "Gradient norms of each parameter", headings, rows, note)
 
 
-def _contents(classes: bool, layers: bool, sections: Sequence[MeasureSection]) -> list[tuple[str, str]]:
-    """Where to find what: (anchor, words)."""
-    found = [("stands-out", "What stands out"), ("look-first", "Samples to look at first"), ("norms", "Norms")]
-    found += [("by-class", "Classes")] if classes else []
-    found += [("by-layer", "Layers")] if layers else []
-    found += [(section.anchor, section.title) for section in sections]
-    return [*found, ("meaning", "What the numbers mean")]
+def _contents(there: dict[str, bool], sections: Sequence[MeasureSection]) -> list[tuple[str, str]]:
+    """Where to find what: (anchor, words). there: which of the sections that not every run has are on the page."""
+    parts = [
+        ("stands-out", "What stands out"),
+        ("look-first", "Samples to look at first"),
+        ("inputs", "Inputs"),
+        ("attribution", "What the model looks at"),
+        ("norms", "Norms"),
+        ("by-class", "Classes"),
+        ("by-layer", "Layers"),
+    ]
+    found = [(anchor, words) for anchor, words in parts if there.get(anchor, True)]
+    return [*found, *((section.anchor, section.title) for section in sections), ("meaning", "What the numbers mean")]

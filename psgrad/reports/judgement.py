@@ -17,6 +17,8 @@ MAX_NAMED = 20
 MAX_GROUPS = 200
 MAX_CAVEATS = 20
 
+_SCORES = {"grad_norm": "gradient norm", "log_norm": "gradient norm"}
+
 
 @dataclass(frozen=True)
 class Judgement:
@@ -78,8 +80,9 @@ def nonfinite_samples(samples: pd.DataFrame) -> tuple[int, list[str]]:
 
 
 def _facts(facts: Mapping[str, Any], referenced: bool) -> list[tuple[str, str]]:
+    score = str(facts.get("score", "grad_norm"))
     tail = "smallest" if facts.get("tail") == "lower" else "largest"
-    pairs = [("Judged by", f"{words_of(facts.get('score', 'grad_norm'))}, the {tail} first")]
+    pairs = [("Judged by", f"{_SCORES.get(score, words_of(score))}, the {tail} first")]
     if referenced:
         reference = facts.get("reference") or {}
         pairs += [
