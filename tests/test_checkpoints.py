@@ -10,9 +10,11 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from safetensors.numpy import load_file
 from safetensors.torch import save_file
 from torch import nn
 
+import benchmarks.checkpoints as script
 import psgrad.workflows.moments as moments
 from psgrad.config import load_config
 from psgrad.workflows import analyze
@@ -53,7 +55,6 @@ def test_one_run_tells_all_that_measures_over_checkpoints_say(training: Workplac
 def test_the_model_of_the_config_is_no_checkpoint_of_its_own(training: Workplace) -> None:
     training.config["model"]["checkpoint"] = FILES[2]
     training.succeeded("--no-report")
-    from safetensors.numpy import load_file
 
     norms = load_file(training.folder / "out" / "measures" / "trajectory.safetensors")["grad_norm"]
     assert norms.shape == (24, 3)
@@ -146,3 +147,18 @@ def test_the_example_of_checkpoints_finds_flipped_labels(tmp_path: Path) -> None
     for name in ("grand", "el2n_mean", "forgetting_events"):
         assert frame.loc[flipped, name].median() > frame.loc[~flipped, name].quantile(0.9)
     assert frame.loc[flipped, "mean_confidence"].median() < frame.loc[~flipped, "mean_confidence"].quantile(0.1)
+
+
+def test_the_benchmark_counts_ties_by_their_share_and_times_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    flipped = np.array([True, True, False, False, True])
+    assert script.found(np.array([9.0, 5.0, 5.0, 1.0, 0.0]), flipped) == 1 + 2 * 0.5
+    monkeypatch.setattr(script, "REPEATS", 1)
+    monkeypatch.setattr(script, "CHUNKS", 1)
+    row = script.speed(lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), 4)
+    assert (row["rows"], row["chosen"]) == (4, "together")
+    assert min(row["alone"], row["together"]) > 0
+
+
+def test_the_stored_numbers_are_of_all_columns_that_the_benchmark_knows() -> None:
+    stored = json.loads((CONFIGS.parent / "benchmarks" / "results" / "checkpoints-cpu.json").read_text(encoding="utf-8"))
+    assert set(script.COLUMNS) < set(stored["quality"])

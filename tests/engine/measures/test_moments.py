@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from scipy.stats import spearmanr
 from torch import Tensor, nn
 
+from psgrad.engine.gradients import SquareNorms
+from psgrad.engine.gradients.doubts import is_noting, samples_where
 from psgrad.engine.measures.known import moments as shared
 from psgrad.engine.measures.known.el2n_over_checkpoints import EL2NOverCheckpoints
 from psgrad.engine.measures.known.grand import GraNd
@@ -82,17 +84,27 @@ def test_in_float32_together_is_alone_but_for_rounding(monkeypatch: pytest.Monke
 
 
 def test_a_norm_in_doubt_is_taken_again_model_by_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float32 the squares of tiny gradients are zero; a pass of one model notices, and so must one of several."""
-    monkeypatch.setattr(shared, "grouped", in_groups(2))
+    """Here every norm that doubts are only noted of is wrong, and in doubt is the first model's first sample alone."""
+    monkeypatch.setattr(shared, "grouped", in_groups(3))
+    models = [WithBuffers(seed) for seed in range(3)]
+    x, y = images(6)
+    losses, norms = plain_norms(models, F.cross_entropy, x, y)
+    plain, spoilt = ensemble.per_sample_square_norms, []
 
-    def tiny(output: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(output, target) * 1e-25
+    def doubted(*arguments: Any, **options: Any) -> Any:
+        found = plain(*arguments, **options)
+        if not is_noting():
+            return found
+        samples_where((found.losses - losses[0, 0]).abs() < 1e-9)
+        spoilt.append(True)
+        return SquareNorms({name: 4 * each for name, each in found.by_parameter.items()}, found.losses, found.aux, found.computed_as)
 
-    models = [perceptron(seed).float() for seed in range(2)]
-    x, y = vectors()
-    rows = rows_of(of_checkpoints(models, tiny, (x.float(),), y, kind="custom"))
-    plain = plain_norms([model.double() for model in models], F.cross_entropy, x.float().double(), y)[1]
-    torch.testing.assert_close(History.of(NAMES[:2], rows)["grad_norm"] * 1e25, plain, rtol=1e-4, atol=0)
+    monkeypatch.setattr(ensemble, "per_sample_square_norms", doubted)
+    setting = of_checkpoints(models, F.cross_entropy, (x,), y, kind="class", classes=3)
+    found = History.of(NAMES, rows_of(setting, 3))["grad_norm"]
+    assert spoilt
+    torch.testing.assert_close(found[:3], norms[:3], rtol=1e-10, atol=0)
+    torch.testing.assert_close(found[3:], 2 * norms[3:], rtol=1e-10, atol=0)  # a chunk without a doubt is as it was
 
 
 @pytest.mark.parametrize("sizes", [(3,), (1, 1, 1)])

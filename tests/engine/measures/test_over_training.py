@@ -133,3 +133,10 @@ def test_samples_that_are_not_finite_are_counted_and_left_out_of_the_means() -> 
     assert found.tables["checkpoints"]["mean_loss"] == [2.0, 5.0, 3.0]
     assert found.tables["checkpoints"]["nonfinite"] == [0, 1, 0]
     np.testing.assert_array_equal(found.columns["loss_slope"], [NAN, 0.5])
+
+
+def test_without_a_finite_loss_at_each_checkpoint_there_is_no_mean_confidence() -> None:
+    said = {"confidence": [[0.5, 0.5, 0.5], [0.5, 0.5, 0.5]], "right": [[1, 1, 1], [1, 1, 1]]}
+    found = measured(Trajectory(), history(loss=[[1.0, NAN, 2.0], [3.0, 5.0, 4.0]], **said), 3).columns
+    np.testing.assert_array_equal(found["mean_confidence"], [NAN, 0.5])
+    np.testing.assert_array_equal(found["correctness"], [NAN, 1])
