@@ -146,6 +146,23 @@ def test_signals_end_the_run_with_a_word(config: Path, number: signal.Signals, c
     assert "Traceback" not in words
 
 
+def test_ctrl_c_before_a_command_begins_is_told_by_the_exit_code_alone() -> None:
+    script = """
+        import sys
+
+        class Interrupted:
+            def find_spec(self, name, path=None, target=None):
+                if name == "typer":
+                    raise KeyboardInterrupt
+
+        sys.meta_path.insert(0, Interrupted())
+        from psgrad.cli import main
+        main()
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_a_second_sigterm_ends_the_process_at_once(config: Path) -> None:
     body = """
         try:
