@@ -84,6 +84,14 @@ def test_the_files_of_a_gate_are_relative_to_the_config(workplace: Workplace) ->
     assert "there is no baseline configs/none.json yet: all findings are new" in outcome.out
 
 
+def test_mistakes_in_the_files_of_a_gate_are_told_before_anything_is_measured(workplace: Workplace) -> None:
+    workplace.config["gate"] = {"ignore": "ignore.yaml"}
+    workplace.refused(2, "there is no ignore list ignore.yaml")
+    (workplace.folder / "ignore.yaml").write_text("- {id: a}\n")
+    workplace.refused(2, "ignore.yaml:1: reason: missing")
+    assert not (workplace.folder / "out").exists()
+
+
 def test_a_partial_run_is_gated_and_said_and_is_no_baseline(workplace: Workplace) -> None:
     judged(workplace, counts={"samples": 10, "in_dataset": 40})
     outcome = workplace.command("check", "run", "--set", "gate.max_outliers=1")

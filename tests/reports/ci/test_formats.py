@@ -260,6 +260,11 @@ def harmless_cells(text: str) -> bool:
     return len(rows) == 2 and not any(cell.lstrip().startswith(("=", "+", "-", "@")) for cell in cells)
 
 
+@pytest.mark.parametrize("text", ["=1+1", "  =1+1", " @SUM(A1)"])
+def test_a_formula_is_none_after_blanks_either(text: str) -> None:
+    assert harmless_cells(render_check(nasty(text), "csv"))
+
+
 def commands_are_ours(text: str) -> bool:
     lines = text.splitlines()
     said = [line for line in lines if not line.startswith("::")]
