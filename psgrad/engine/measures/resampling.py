@@ -6,8 +6,8 @@ import math
 
 import torch
 
-# Samples beyond are put together at random before they are resampled: the spread of a sum is known to 1 / sqrt(2 * 4096), one percent.
-_BLOCKS = 4096
+# Samples beyond are put together at random before they are resampled: the spread of a sum is known to 1 / sqrt(2 * 1024), two percent.
+_BLOCKS = 1024
 
 
 def block_sums(values: torch.Tensor, seed: int) -> torch.Tensor:
