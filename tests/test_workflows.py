@@ -568,7 +568,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def assert_self_contained(report: Path) -> None:
     text = report.read_text(encoding="utf-8")
     assert report.stat().st_size <= 2_000_000
-    assert "<script" not in text
+    assert text.count("<script") <= 1  # its own, which its policy knows by hash
     assert not re.search(r"(?:src|href|url)\s*[=(]\s*[\"']?\s*(?:https?:)?//", text)
     assert not re.search(r"https?://", text)
 
