@@ -29,7 +29,10 @@ from tests.oracles import Loss, one_sample_gradients
 from tests.workplace import ROWS, Workplace
 
 ROOT = Path(__file__).parent.parent
-FILES = {"manifest.json", "samples.parquet", "samples.csv", "parameters.parquet", "measures.json", "report.html"}
+FILES = {
+    *("manifest.json", "samples.parquet", "samples.csv", "parameters.parquet", "measures.json"),
+    *("findings.jsonl", "check.json", "report.html"),
+}
 
 
 def files_of(folder: Path) -> set[str]:
