@@ -22,7 +22,7 @@ def main(run: str) -> None:
     model = build().eval()
     model.load_state_dict(load_file(Path(run) / "public" / "model.safetensors"))
     with np.load(FOLDER / "test.npz") as data:
-        images, labels = torch.from_numpy(data["image"]), torch.from_numpy(data["label"])
+        images, labels = torch.from_numpy(data["image"]).float(), torch.from_numpy(data["label"])
     with torch.no_grad():
         right = int((model(images).argmax(1) == labels).sum())
     print(f"{right} of {len(labels)} held-out digits right ({right / len(labels):.1%})")
