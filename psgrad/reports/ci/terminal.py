@@ -3,32 +3,59 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable, Sequence
+from itertools import groupby
 
 from rich.table import Table
 from rich.text import Text
 
-from psgrad.reports.ci.words import clean, counting, headline, more, outcome_line, place, sentence
+from psgrad.reports.ci.words import clean, counting, headline, more, outcome_line, who
 from psgrad.reports.terminal import print_table
-from psgrad.results import CheckResult
+from psgrad.reports.words import number
+from psgrad.results import RULES, CheckResult, Finding
 
 SHOWN = 20
+_HEADINGS = {"grad_norm": "gradient norm", "q_value": "q-value"}
+_LEFT_OUT = ("p_value", "outlier_score")
+"""Of a finding's values: both say what the q-value and the reasons say."""
 
 
 def render(result: CheckResult) -> str:
-    """The outcomes, the warnings, and the first new findings."""
+    """The outcomes, the warnings, and the first new findings: a table for each rule, which says once what the rule says."""
     lines = io.StringIO()
     lines.write(f"{headline(result)}\n")
     lines.writelines(f"{outcome_line(outcome)}\n" for outcome in result.outcomes)
     lines.writelines(f"warning: {clean(warning)}\n" for warning in result.warnings)
     new = counting(result.findings)
-    if new:
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for heading in ("level", "rule", "where", "finding"):
-            table.add_column(heading, no_wrap=heading != "finding", overflow="fold")
-        for finding in new[:SHOWN]:
-            table.add_row(*map(Text, (finding.level, finding.rule, place(finding), sentence(finding))))
-        print_table(table, lines)
+    for (level, rule, path), found in groupby(new[:SHOWN], lambda each: (each.level, each.rule, each.location.path)):
+        lines.write(f"{clean(f'{level} {rule}, in {path}: {RULES.get(rule, rule)}')}\n")
+        print_table(_table(list(found)), lines)
     left = result.count(state="new") - min(len(new), SHOWN)
     if left > 0:
         lines.write(f"{more(left)}\n")
     return lines.getvalue()
+
+
+def _table(found: Sequence[Finding]) -> Table:
+    """Who, and the numbers and reasons that bear on it; a column that nobody has is left out."""
+    columns: list[tuple[str, bool, Callable[[Finding], str]]] = [("id", False, who)]
+    if any(each.location.line is not None for each in found):
+        columns.append(("line", True, lambda each: str(each.location.line or "")))
+    for name in dict.fromkeys(name for each in found for name, value in each.values.items() if value is not None):
+        if name not in _LEFT_OUT:
+            columns.append((_HEADINGS.get(name, clean(name)), True, _number_of(name)))
+    if any(each.group not in (None, "all") for each in found):
+        columns.append(("group", False, lambda each: clean(each.group or "")))
+    if any(each.reasons for each in found):
+        columns.append(("reasons", False, lambda each: clean("; ".join(each.reasons))))
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading, numeric, _ in columns:
+        table.add_column(heading, justify="right" if numeric else "left", no_wrap=numeric, overflow="fold")
+    for each in found:
+        # Text objects: an id such as "[red]" is no markup here.
+        table.add_row(*(Text(words(each)) for _, _, words in columns))
+    return table
+
+
+def _number_of(name: str) -> Callable[[Finding], str]:
+    return lambda each: number(each.values.get(name))

@@ -18,7 +18,7 @@ from psgrad.reports.ci import FORMATS, render_check
 from psgrad.reports.ci import github as github_module
 from psgrad.reports.ci import markdown as markdown_module
 from psgrad.reports.ci.sarif import LIMIT
-from psgrad.results import CheckResult, GateOutcome, Location
+from psgrad.results import RULES, CheckResult, GateOutcome, Location
 from psgrad.results.records import finding_record
 from psgrad.storage import RunFolder
 from psgrad.storage.verdicts import read_check, write_check
@@ -299,6 +299,28 @@ def test_a_partial_run_is_said_in_every_format_for_people() -> None:
     result = verdict(finding(), facts={**result.facts, "partial": "the run looked at 10 of 20"})
     for style in ("terminal", "markdown", "github", "junit", "sarif"):
         assert "PARTIAL" in render_check(result, style)
+
+
+def test_the_terminal_says_a_rule_once_and_its_samples_in_a_table_of_a_hundred_columns() -> None:
+    found = [
+        finding(
+            "outlier",
+            id=f"digit-{row:04}",
+            index=row,
+            reasons=("p = 0.0017, q = 0.035 against 600 trusted samples",),
+            values={"grad_norm": 40.0 - row, "loss": 2.5, "p_value": 0.0017, "q_value": 0.035, "outlier_score": 0.0017},
+            location=Location("digits.csv", row + 2),
+        )
+        for row in range(25)
+    ]
+    lines = render_check(verdict(*found), "terminal").splitlines()
+    assert sum(RULES["outlier"] in line for line in lines) == 1
+    heading = next(place for place, line in enumerate(lines) if line.startswith("id "))
+    assert lines[heading].split() == ["id", "line", "gradient", "norm", "loss", "q-value", "reasons"]
+    assert lines[heading + 1].split()[:5] == ["digit-0000", "2", "40", "2.5", "0.035"]
+    assert sum(line.startswith("digit-") for line in lines) == 20
+    assert max(map(len, lines[heading:])) <= 100
+    assert lines[-1].startswith("and 5 more")
 
 
 def test_every_format_bears_a_verdict_without_findings() -> None:
