@@ -104,7 +104,11 @@ def _keyed(samples: pd.DataFrame, score: str, suffix: str, group: str | None) ->
         f"score{suffix}": np.where(finite, values, np.nan),
         f"listed{suffix}": samples["is_outlier_issue"].to_numpy(bool),
     }
-    return pd.DataFrame(kept if group is None else {**kept, "group": samples[group]})
+    if group is None:
+        return pd.DataFrame(kept)
+    labels = samples[group]
+    # A class is 3, and not 3.0 where samples that came or went have none.
+    return pd.DataFrame({**kept, "group": labels.astype("Int64") if pd.api.types.is_integer_dtype(labels) else labels})
 
 
 def _entered(both: pd.DataFrame) -> pd.Series[bool]:

@@ -31,6 +31,12 @@ def both(a: pd.DataFrame, b: pd.DataFrame, tail: str = "upper") -> pd.DataFrame:
     return matched(a, b, "grad_norm", tail, "group")
 
 
+def test_classes_stay_whole_numbers_where_samples_came_and_went() -> None:
+    a, b = frame({"a": 1.0, "b": 2.0, "gone": 3.0}), frame({"a": 1.0, "b": 2.0, "new": 3.0})
+    classed = matched(a.assign(target=[3, 7, 3]), b.assign(target=[3, 7, 7]), "grad_norm", "upper", "target")
+    assert set(groups_of(classed)["group"]) == {"3", "7"}
+
+
 def test_samples_are_matched_whatever_their_rows() -> None:
     a = frame({"a": 1.0, "b": 2.0, "c": 3.0, "gone": 9.0}, listed="c")
     b = frame({"new": 5.0, "c": 1.0, "b": 2.0, "a": 3.0}, listed="ab")
