@@ -21,7 +21,7 @@ def test_rank_1_is_the_largest_norm_and_rows_stay_in_dataset_order() -> None:
     assert ranked["rank"].tolist() == [3, 1, 2, 4]
     assert ranked["percentile"].tolist() == [50, 100, 75, 25]
     assert ranked["is_outlier_issue"].tolist() == [False, True, False, False]
-    assert ranked["reasons"].tolist() == ["", "among the largest 0.25 of gradient norms", "", ""]
+    assert ranked["reasons"].tolist() == ["", "among the largest 25 % of gradient norms", "", ""]
     np.testing.assert_allclose(ranked["log_norm"], np.log10([2, 8, 4, 1]))
 
 

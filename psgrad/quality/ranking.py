@@ -53,7 +53,7 @@ def rank_samples(
         [
             "loss or gradient is not finite",
             f"not judged: {score} is undefined",
-            f"among the {end} {review_fraction:.3g} of {of}",
+            f"among the {end} {100 * review_fraction:.3g} % of {of}",
             "gradient is exactly zero",
         ],
         default="",

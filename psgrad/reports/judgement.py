@@ -95,7 +95,7 @@ def _facts(facts: Mapping[str, Any], referenced: bool) -> list[tuple[str, str]]:
         ]
     else:
         fraction = facts.get("review_fraction")
-        pairs.append(("Review list", f"the first {fraction:.3g} of the samples" if isinstance(fraction, float) else ""))
+        pairs.append(("Review list", f"the first {100 * fraction:.3g} % of the samples" if isinstance(fraction, float) else ""))
     pairs += [
         (title, str(at(dict(facts), key, "words") or "")) for title, key in (("Loss", "loss_agreement"), ("Separability", "separability"))
     ]
