@@ -3,8 +3,8 @@
     python configs/digits-influence/make.py
 
 writes beside itself `train.npz` (1437 digits) and `test.npz` (360), each with image float16 [n, 1, 8, 8] (sixteenths from 0 to 1, so
-that no digit is lost), label int64 [n] and id [n], and `model.safetensors`. It takes a few seconds. The data come out the same everywhere; the weights differ in their last
-digits from machine to machine.
+that no digit is lost), label int64 [n] and id [n], and `model.safetensors`. It takes a few seconds. The data come out the same
+everywhere; the weights differ in their last digits from machine to machine.
 """
 
 from __future__ import annotations
