@@ -102,6 +102,17 @@ def test_the_table_is_the_one_shown(digits_run: tuple[Path, str]) -> None:
         assert [float(number) for number in ours[4:]] == pytest.approx([float(number) for number in theirs[4:]], rel=2e-3)
 
 
+def test_the_gate_says_what_is_shown(tmp_path: Path) -> None:
+    shown = next(block for block in blocks("console") if "digits-gate" in block)
+    command, _, expected = shown.partition("\n")
+    done = psgrad(*command.removeprefix("$ psgrad ").split(), "--output", str(tmp_path / "run"))
+    assert done.returncode == 1, done.stderr
+    said = [line.split() for line in done.stdout.splitlines()]
+    lines = [line.split() for line in expected.splitlines() if line != "..."]
+    assert len(lines) == 7
+    assert lines == said[: len(lines)]
+
+
 @pytest.mark.parametrize("page", ALL_DOCS, ids=lambda page: page.name)
 def test_files_that_a_page_names_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
