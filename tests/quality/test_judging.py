@@ -78,7 +78,9 @@ def test_the_lower_tail_and_another_score() -> None:
     assert done.frame["reasons"].tolist()[2] == "not judged: margin is undefined"
     assert np.isnan(done.frame["outlier_score"][2])
     assert done.frame["rank"].tolist()[:2] == [1, 2]
-    assert judge(frame, config(score="margin", tail="lower", review_fraction=0.3)).frame["reasons"][0] == "among the smallest 30 % of margin"
+    assert (
+        judge(frame, config(score="margin", tail="lower", review_fraction=0.3)).frame["reasons"][0] == "among the smallest 30 % of margin"
+    )
 
 
 def test_the_logarithm_of_the_norm_judges_as_the_norm_does() -> None:
