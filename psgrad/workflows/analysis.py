@@ -22,6 +22,7 @@ from psgrad.workflows.checking import check_samples, gate_files
 from psgrad.workflows.judging import Judging
 from psgrad.workflows.measure_setup import measures_of, prepare
 from psgrad.workflows.measuring import Passes
+from psgrad.workflows.own_measure import frame_of
 from psgrad.workflows.record import Clock, describe_run, recorded
 from psgrad.workflows.resuming import identity, reopen
 from psgrad.workflows.row_facts import about_rows
@@ -112,10 +113,7 @@ def limited(count: int, limit: int | float | None) -> int:
 
 def result_of(measure: Measure, gathered: Gathered) -> MeasureResult:
     """What a measure gathered, without torch."""
-    tables = {
-        name: pd.DataFrame({key: value.numpy() if isinstance(value, torch.Tensor) else value for key, value in table.items()})
-        for name, table in gathered.tables.items()
-    }
+    tables = {name: frame_of(table) for name, table in gathered.tables.items()}
     arrays = {name: array.cpu().numpy() for name, array in gathered.arrays.items()}
     return MeasureResult(
         measure.name,

@@ -22,8 +22,8 @@ from psgrad.engine.measures.known.projected_gradients import ProjectedGradients
 from psgrad.engine.measures.measure import Measure, Setting
 from psgrad.engine.measures.norms import GradientNorms
 from psgrad.engine.measures.predictions import Predictions, summary_for
-from psgrad.errors import ConfigError
-from psgrad.inputs.imports import resolve
+from psgrad.errors import ConfigError, MeasureError, PsgradError
+from psgrad.inputs.imports import describe_failure, resolve
 from psgrad.workflows.moments import moments_of
 from psgrad.workflows.own_measure import OwnMeasure, joined_summary
 from psgrad.workflows.setup import Setup
@@ -71,6 +71,13 @@ def measure_from(config: MeasureConfig, base: Path) -> Measure:
         except ValidationError as error:
             details = error.errors(include_url=False)
             problems = [f"analyze.measures: {'.'.join(map(str, [config.name, *each['loc']]))}: {explain(each)}" for each in details]
+        except Exception as error:
+            if isinstance(error, PsgradError) or not is_callable_spec(config.name):
+                raise
+            raise MeasureError(
+                f"the measure {config.name} raised {describe_failure(error)} as it was made",
+                cause="a mistake in the measure, or options that it does not take",
+            ) from error
     raise ConfigError("\n  ".join([f"the measure {config.name} does not take these options:", *problems]))
 
 

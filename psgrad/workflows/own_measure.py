@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import pandas as pd
+import pyarrow as pa
 import torch
 
 from psgrad.engine.gradients import PerSampleGradients
@@ -68,6 +71,9 @@ class OwnMeasure(Measure):
     def passes(self) -> Sequence[OwnPass]:
         with self._told("passes"):
             found = list(self.inner.passes())
+        for own in found:
+            if not isinstance(own, OwnPass):
+                raise self._wrong("passes", f"returned a list with {type(own).__name__}", "a list of OwnPass")
 
         def run(own: OwnPass, start: int, chunk_size: int) -> Iterator[Columns]:
             with self._told(f"the pass {own.name}"):
@@ -91,7 +97,19 @@ class OwnMeasure(Measure):
             found = self.inner.gather(rows)
         if not isinstance(found, Gathered):
             raise self._wrong("gather", f"returned {type(found).__name__}", "a Gathered")
+        self._require_keepable(found)
         return replace(found, columns=self._checked(found.columns, self._count, "gather"))
+
+    def _require_keepable(self, found: Gathered) -> None:
+        """Raises MeasureError for what no file of the run takes, before it is lost on the way there."""
+        self._named(found.arrays, "gather")
+        with self._told("the numbers of gather"):
+            json.dumps(dict(found.numbers))
+        for name, table in found.tables.items():
+            if not isinstance(name, str) or not isinstance(table, Mapping):
+                raise self._wrong("gather", f"returned {type(table).__name__} as the table {name}", "a dict of columns by name")
+            with self._told(f"the table {name} of gather"):
+                pa.Table.from_pandas(frame_of(table))
 
     @contextmanager
     def _told(self, where: str) -> Iterator[None]:
@@ -99,7 +117,7 @@ class OwnMeasure(Measure):
             yield
         except (PsgradError, NotCapturable):
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if is_out_of_memory(error):  # fewer samples are tried
                 raise
             raise MeasureError(
@@ -133,6 +151,11 @@ class OwnMeasure(Measure):
 
     def _wrong(self, where: str, what: str, expected: str) -> MeasureError:
         return MeasureError(f"the measure {self.spec} {what} in {where}", expected=expected, cause="a mistake in the measure")
+
+
+def frame_of(table: Mapping[str, Any]) -> pd.DataFrame:
+    """A table that a measure gathered, without torch."""
+    return pd.DataFrame({key: value.numpy() if isinstance(value, torch.Tensor) else value for key, value in table.items()})
 
 
 def joined_summary(measures: Sequence[Measure], output: Any, target: Any) -> Arrays:
