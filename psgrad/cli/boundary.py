@@ -45,6 +45,11 @@ def boundary(debug: bool) -> Iterator[None]:
         # What is written to files has errors of its own.
         full = error.errno == errno.ENOSPC
         _leave(_no_room(error) if full else _internal_error(error), EXIT_RUNTIME, debug)
+    except SystemExit:
+        # Of a model, a dataset or a loss: their word must not pass for a verdict.
+        _leave(_LEFT_EARLY, EXIT_RUNTIME, debug)
+    except MemoryError as error:
+        _leave(_no_memory(error), EXIT_RUNTIME, debug)
     except Exception as error:
         _leave(_internal_error(error), EXIT_RUNTIME, debug)
     finally:
@@ -69,6 +74,23 @@ def _no_room(error: OSError) -> str:
         f"error: what is printed can't be written: {error.strerror}\n"
         "  likely cause: standard output goes to a disk that is full\n"
         "  next step: free some space, or print to another place; the files of the run are in its folder"
+    )
+
+
+_LEFT_EARLY = (
+    "error: code that the config names has called sys.exit, before psgrad was done\n"
+    "  expected: a function that returns\n"
+    "  next step: --debug shows the line"
+)
+
+
+def _no_memory(error: MemoryError) -> str:
+    origin = traceback.extract_tb(error.__traceback__)[-1]
+    told = str(error).strip().split("\n")[0][:500]
+    return (
+        f"error: out of memory in {origin.name}" + (f": {told}" if told else "") + "\n"
+        "  likely cause: an option asks for very many or very large things, or other processes have the memory\n"
+        "  next step: make the option smaller, or free memory, and run psgrad again; analyze goes on with --resume"
     )
 
 

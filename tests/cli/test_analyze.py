@@ -113,6 +113,19 @@ def test_a_mistake_of_ours_is_one_screen_with_the_way_to_report_it(
     assert len(err.splitlines()) < 10
 
 
+def test_memory_that_runs_out_is_no_mistake_of_ours_and_an_exit_of_the_users_code_no_pass(
+    config: Path, workflow: Install, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    workflow(_raise(MemoryError("Unable to allocate 745. GiB")))
+    assert _run(monkeypatch, "analyze", config) == 3
+    err = capfd.readouterr().err
+    assert err.startswith("error: out of memory")
+    assert "Unable to allocate 745. GiB" in err
+    workflow(_raise(SystemExit(0)))
+    assert _run(monkeypatch, "analyze", config) == 3
+    assert capfd.readouterr().err.startswith("error: code that the config names has called sys.exit")
+
+
 def test_escape_sequences_in_a_message_do_not_reach_the_terminal(
     config: Path, workflow: Install, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
