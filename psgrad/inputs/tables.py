@@ -229,10 +229,11 @@ def load_csv(path: Path, config: DataConfig, unit: str | None = None) -> Samples
     """
     with damage_told(path, "csv"):
         header = csv_header(path)
-        columns = named_columns(config, unit)
+        columns, bare = named_columns(config, unit), config.model_copy(update={"id": None})
         require_columns(columns, header, str(path))
         require_single_names(header, columns, path)
-        kinds = _column_types(path, header, columns, {name for name in (config.id, unit) if name is not None})
+        # What the model or the loss reads is a number, also where samples are grouped by it.
+        kinds = _column_types(path, header, columns, {name for name in (config.id, unit) if name is not None} - {*named_columns(bare)})
         return TableSamples(_CsvRows(path, header, kinds), config, path, unit)
 
 

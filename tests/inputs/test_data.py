@@ -308,6 +308,19 @@ def test_a_row_that_belongs_to_nobody(tmp_path: Path) -> None:
 # CSV ------------------------------------------------------------------------------------------------------------------------------
 
 
+def test_a_column_that_groups_rows_may_be_the_target_or_an_input(tmp_path: Path) -> None:
+    (tmp_path / "data.csv").write_text("a,b,y\n0.5,1,0\n1.5,2,1\n2.5,1,1\n")
+    config = DataConfig(path=Path("data.csv"), inputs=["a", "b"], target="y")
+    for column in ("y", "b"):
+        samples = load_data(config, tmp_path, column)
+        assert samples.units is not None
+        assert samples.units.tolist() == {"y": [0, 1, 1], "b": [1, 2, 1]}[column]
+        block = samples.read(0, 3)
+        assert block.inputs[0].tolist() == [[0.5, 1.0], [1.5, 2.0], [2.5, 1.0]]
+    with pytest.raises(DataError, match="'a' are of type float"):
+        load_data(config, tmp_path, "a")
+
+
 def test_csv_with_all_its_oddities(tmp_path: Path) -> None:
     text = '\ufeff"id",a,"the b",note,y\r\n007, 1 ,1e-3,"x, ""y""\nz",1\r\n8,-2,nan,,2\r\n'
     samples = load(tmp_path, write_csv(tmp_path, text), inputs=["a", "the b"], target="y", id="id")
