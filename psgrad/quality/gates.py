@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from fractions import Fraction
 from typing import Any
 
 import pandas as pd
 
 from psgrad.config import GateConfig
 from psgrad.quality.findings import KNOWN, NEW
+from psgrad.quality.shares import share_of
 from psgrad.results import GateOutcome
 from psgrad.results.findings import FINDINGS_OF_A_GATE
 
@@ -28,8 +28,7 @@ def evaluate(
     outcomes = [] if gate.nonfinite == "ignore" else [_nonfinite(gate, ordered, counts, states)]
     limits = {"max_outliers": gate.max_outliers, "max_fraction": None}
     if gate.max_fraction is not None:
-        # As it is written: 0.29 of 100 samples are 29, which 0.29 * 100 is not.
-        limits["max_fraction"] = math.floor(Fraction(str(gate.max_fraction)) * samples)
+        limits["max_fraction"] = math.floor(share_of(gate.max_fraction, samples))
     for rule, limit in limits.items():
         if limit is not None:
             outcomes.append(_outliers(rule, limit, gate, ordered, counts, states, facts or {}, samples))

@@ -17,6 +17,7 @@ from psgrad.quality.opinions import Opinion, opinions_of, require_score
 from psgrad.quality.ranking import rank_samples
 from psgrad.quality.references import Reference, scored_by
 from psgrad.quality.robust_z import robust_z
+from psgrad.quality.shares import share_of
 from psgrad.quality.verdicts import caveats_of, loss_agreement, resolution_words, separability, why_not_evaluable
 from psgrad.results import SAMPLE_COLUMNS
 
@@ -176,7 +177,7 @@ def _facts(
         for group in groups
     }
     issues = ranked["is_outlier_issue"].to_numpy(bool) & ok
-    why_not = why_not_evaluable(reference, each, int(tests.sum()), outliers.fdr)
+    why_not = why_not_evaluable(reference, each, int(tests.sum()), outliers.fdr, int(verdict.in_both.sum()))
     return {
         "score": outliers.score,
         "tail": outliers.tail,
@@ -205,7 +206,7 @@ def _facts(
             "zero_gradients": int((ok & (ranked["grad_norm"] == 0)).sum()),
             "tested": int(tests.sum()),
             "outliers": int(issues.sum()) if reference is not None else 0,
-            "review": math.ceil(config.review_fraction * int(ok.sum())) if reference is not None else int(issues.sum()),
+            "review": math.ceil(share_of(config.review_fraction, int(ok.sum()))) if reference is not None else int(issues.sum()),
         },
         "loss_agreement": loss_agreement(ranked[ok], outliers.score, outliers.tail, config.review_fraction),
         "separability": None if reference is None else separability(verdict.p[tests], len(reference), int(issues.sum()), limit.smallest),

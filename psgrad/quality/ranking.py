@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from psgrad.quality.shares import share_of
 from psgrad.results import SAMPLE_COLUMNS
 
 Array = npt.NDArray[Any]
@@ -44,7 +45,7 @@ def rank_samples(
     place = (group.rank(ascending=False, method="first") - 0.5) / group.transform("count")
     rank = place.rank(method="first")
     ranked = rank.notna()
-    in_review = rank <= math.ceil(review_fraction * int(ranked.sum()))
+    in_review = rank <= math.ceil(share_of(review_fraction, int(ranked.sum())))
     if score in NORMS and tail == "upper":
         in_review &= norm > 0
     end, of = ("largest" if tail == "upper" else "smallest"), ("gradient norms" if score in NORMS else score)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from psgrad.quality.references import Reference
+from psgrad.quality.shares import share_of
 
 Array = npt.NDArray[Any]
 
@@ -21,13 +22,17 @@ EXCHANGEABLE = (
 NO_VERDICT = "there is no reference: the review list is a fixed share of the samples, however sound they are, and no verdict"
 
 
-def why_not_evaluable(reference: Reference | None, groups: Mapping[str, Mapping[str, Any]], tested: int, fdr: float) -> str | None:
-    """Why finding no outliers would say nothing; None where it says something."""
+def why_not_evaluable(
+    reference: Reference | None, groups: Mapping[str, Mapping[str, Any]], tested: int, fdr: float, in_both: int
+) -> str | None:
+    """Why finding no outliers would say nothing; None where it says something. `in_both`: samples that are in the reference themselves."""
     if reference is None:
         return NO_VERDICT
     if not tested:
+        if not in_both:
+            return "no sample was tested: none has a finite score"
         # Of a baseline this is the good case: nothing is new.
-        return None if reference.kind == "baseline" else "no sample was tested: all of them are in the reference, or none is finite"
+        return None if reference.kind == "baseline" else "no sample was tested: all of them are in the reference"
     blind = {name: each for name, each in groups.items() if not each["evaluable"]}
     if not blind:
         return None
@@ -67,7 +72,7 @@ def loss_agreement(frame: pd.DataFrame, score: str, tail: str, fraction: float) 
     loss = frame["loss"].to_numpy("float64")
     if score == "loss" or len(frame) < 3 or np.ptp(mine) == 0 or np.ptp(loss) == 0:
         return {"spearman": None, "top_overlap": None, "words": "loss and score can't be compared here"}
-    count = math.ceil(fraction * len(frame))
+    count = math.ceil(share_of(fraction, len(frame)))
     top = set(np.argsort(-mine, kind="stable")[:count].tolist()) & set(np.argsort(-loss, kind="stable")[:count].tolist())
     # A score of -inf is the logarithm of a gradient of zero, and has a rank like any other.
     rho = float(spearmanr(pd.Series(mine).rank(), pd.Series(loss).rank()).statistic)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -269,3 +270,20 @@ def test_joined_samples_are_held_against_the_trusted_ones_that_are_joined() -> N
     expected = [(1 + (known[:60] >= 1.5).sum()) / 61, (1 + (joined >= 1500).sum()) / 16, 1 / 16]
     np.testing.assert_allclose(done.frame["p_value"], expected)
     assert done.facts["groups"]["joined"] == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize(
+    ("fraction", "count", "listed"), [(0.07, 100, 7), (0.14, 50, 7), (0.29, 100, 29), (0.011, 1000, 11), (0.07, 99, 7)]
+)
+def test_the_review_list_has_the_share_that_is_written(fraction: float, count: int, listed: int) -> None:
+    done = judge(samples(np.arange(1.0, count + 1)), config(review_fraction=fraction))
+    assert done.frame["is_outlier_issue"].sum() == done.facts["counts"]["review"] == listed
+
+
+def test_a_baseline_with_which_nothing_could_be_tested_is_no_pass() -> None:
+    reference = replace(trusted(np.arange(1.0, 40.0)), kind="baseline")
+    frame = samples([1.0, 2.0, 3.0], margin=np.nan)
+    facts = judge(frame, config(score="margin"), reference).facts
+    assert facts["counts"]["skipped"] == 3
+    assert not facts["evaluable"]
+    assert "none has a finite score" in facts["why_not"]
