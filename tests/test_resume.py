@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -19,7 +20,8 @@ from safetensors.torch import save_file
 from psgrad.config import load_config
 from psgrad.errors import ConfigError, OutputExistsError
 from psgrad.results import AnalyzeResult, Progress
-from psgrad.workflows import analyze
+from psgrad.workflows import analyze, check
+from psgrad.workflows.analysis import limited
 from tests.workplace import ROWS, Workplace
 
 
@@ -167,3 +169,36 @@ def test_a_signal_at_any_time_leaves_what_can_be_gone_on_with(workplace: Workpla
     assert done == len(pd.read_parquet(workplace.folder / "out" / "parts" / "samples")) if done else True
     result = analyze(load_config(Path("config.yaml")), resume=True, report=False)
     assert result.samples["id"].tolist() == list(range(1200))
+
+
+def test_a_finished_run_has_the_verdict_of_the_gate_as_it_is_now(quick: Workplace) -> None:
+    x = quick.arrays["x"].copy()
+    x[3] = np.nan
+    quick.save(x=x)
+    quick.config["gate"] = {"nonfinite": "warning"}
+    first = run(quick)
+    assert first.check is not None
+    assert first.check.exit_code == 0
+    quick.config["gate"] = {"nonfinite": "error"}
+    again = run(quick, resume=True)
+    assert again.check is not None
+    assert again.check.exit_code == 1
+    assert check(quick.folder / "out").exit_code == 1
+    assert quick.manifest()["config"]["gate"]["nonfinite"] == "error"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"), [({"outliers": {"score": "loss"}}, "outliers.score"), ({"review_fraction": 0.5}, "review_fraction")]
+)
+def test_a_finished_run_that_was_judged_by_other_rules_is_refused(quick: Workplace, change: dict[str, Any], words: str) -> None:
+    run(quick)
+    before = quick.manifest()
+    quick.config["analyze"] |= change
+    with pytest.raises(ConfigError, match=f"analyze.{words}: was"):
+        run(quick, resume=True)
+    assert quick.manifest() == before
+
+
+@pytest.mark.parametrize(("limit", "rows"), [(0.29, 29), (0.57, 57), (0.005, 1), (1, 1), (7, 7), (0.999, 99)])
+def test_a_limit_is_the_share_that_is_written(limit: float, rows: int) -> None:
+    assert limited(100, limit) == rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -14,17 +15,18 @@ from psgrad.engine.measures.measure import Gathered, Measure
 from psgrad.engine.measures.norms import GradientNorms
 from psgrad.errors import ConfigError
 from psgrad.inputs.samples import Samples
+from psgrad.quality.shares import share_of
 from psgrad.reports.write import write_report
 from psgrad.results import PARAMETER_COLUMNS, AnalyzeResult, MeasureResult, Progress, TopSample, top_samples
 from psgrad.storage import RunFolder
 from psgrad.storage.finished import load_run
-from psgrad.workflows.checking import check_samples, gate_files
+from psgrad.workflows.checking import GateFiles, check_samples, gate_files
 from psgrad.workflows.judging import Judging
 from psgrad.workflows.measure_setup import measures_of, prepare
 from psgrad.workflows.measuring import Passes
 from psgrad.workflows.own_measure import frame_of
 from psgrad.workflows.record import Clock, describe_run, recorded
-from psgrad.workflows.resuming import identity, reopen
+from psgrad.workflows.resuming import identity, reopen, require_judged_alike
 from psgrad.workflows.row_facts import about_rows
 from psgrad.workflows.setup import set_up
 from psgrad.workflows.shown_inputs import input_of
@@ -64,7 +66,7 @@ def analyze(
     folder = reopen(config.output, now) if resume else None
     if folder is not None and folder.finished:
         folder.drop_shards()  # if it was killed just before
-        return load_run(config.output)
+        return judged_before(config, folder, gate)
     with clock("self-check"):
         check = run.self_check(stream)
     if folder is None:
@@ -101,6 +103,18 @@ def analyze(
     return result
 
 
+def judged_before(config: Config, folder: RunFolder, gate: GateFiles) -> AnalyzeResult:
+    """The run that is finished in a folder, with the verdict of the gate as it is now. Raises ConfigError where samples were judged
+    otherwise than this config says."""
+    found = load_run(folder.path)
+    require_judged_alike(folder.path, found.manifest, config)
+    asked = config.model_dump(mode="json")["gate"]
+    if found.manifest["config"].get("gate") != asked:  # psgrad check reads it there
+        found = replace(found, manifest={**found.manifest, "config": {**found.manifest["config"], "gate": asked}})
+        folder.write_manifest(found.manifest)
+    return replace(found, check=check_samples(found.samples, found.manifest, folder, gate))
+
+
 def limited(count: int, limit: int | float | None) -> int:
     """How many rows are looked at. Raises ConfigError for a limit that is no number of rows, and no fraction of them."""
     if limit is None:
@@ -108,7 +122,7 @@ def limited(count: int, limit: int | float | None) -> int:
     whole = float(limit).is_integer() and limit >= 1
     if not whole and not 0 < limit < 1:
         raise ConfigError(f"--limit {limit}", expected="a number of samples (at least 1), or a fraction of them between 0 and 1")
-    return min(count, int(limit) if whole else max(1, math.floor(limit * count)))
+    return min(count, int(limit) if whole else max(1, math.floor(share_of(limit, count))))
 
 
 def result_of(measure: Measure, gathered: Gathered) -> MeasureResult:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from psgrad.config import Config
 from psgrad.errors import ConfigError
 from psgrad.inputs.imports import source_digest
 from psgrad.storage.folders import RunFolder, manifest_of
@@ -17,6 +18,8 @@ from psgrad.workflows.setup import Setup
 # What of a config decides the numbers of a row. The rest (gates, the report, who is an outlier) is worked out anew when all rows are there.
 _SECTIONS = ("version", "model", "loss", "data", "engine")
 _OF_ANALYZE = ("measures", "checkpoints", "seed")
+# What of it decides who is an outlier in rows that are there.
+_OF_VERDICT = ("outliers", "review_fraction")
 # What is not part of a number: how much is checked, and how much memory there is.
 _FREE = ("verify", "memory", "machine", "class_names")
 
@@ -64,6 +67,21 @@ def reopen(path: Path, now: dict[str, Any]) -> RunFolder | None:
             next_step="put back what changed; or begin anew with --overwrite, or another --output",
         )
     return RunFolder.reopen(path)
+
+
+def require_judged_alike(path: Path, manifest: dict[str, Any], config: Config) -> None:
+    """Raises ConfigError, with the difference, where the finished run in a folder was judged by other rules than this config has."""
+    dumped = config.model_dump(mode="json")["analyze"]
+    then, now = ({key: each.get(key) for key in _OF_VERDICT} for each in (manifest.get("config", {}).get("analyze", {}), dumped))
+    then, now = _flat(then, "analyze"), _flat(now, "analyze")
+    changed = [key for key in {**then, **now} if then.get(key) != now.get(key)]
+    if changed:
+        shown = [f"  {key}: was {then.get(key)!r:.80}, is {now.get(key)!r:.80}" for key in changed[:12]]
+        raise ConfigError(
+            "\n".join([f"the run in {path} is finished, and its samples were judged by other rules:", *shown]),
+            expected="the rules by which it was judged; its gate alone may be another",
+            next_step="run it anew with --overwrite, or another --output; or put back what changed",
+        )
 
 
 def _flat(content: Any, above: str = "") -> dict[str, Any]:
