@@ -218,3 +218,15 @@ def test_the_example_with_a_gate_runs_as_written(judged: Workplace) -> None:
     assert flagged.isin(found).sum() >= 50
     assert len(flagged) < 75
     assert judged.command("check", "gate").code == 1
+
+
+@pytest.mark.parametrize(("score", "said"), [("vog", False), ("vog_z", True), ("cosine_to_mean", True)])
+def test_a_score_that_depends_on_the_other_samples_is_said_to(judged: Workplace, score: str, said: bool) -> None:
+    checkpoints = [f"step{step}.safetensors" for step in range(3)]
+    for step, name in enumerate(checkpoints):
+        save_file({key: value * (1 + step) for key, value in judged.model.state_dict().items()}, judged.folder / name)
+    judged.config["analyze"]["outliers"]["score"] = score
+    judged.config["analyze"] |= {"measures": ["vog", "cosine_to_mean"], "checkpoints": checkpoints}
+    judged.succeeded()
+    caveats = judged.manifest()["outliers"]["caveats"]
+    assert any(each.startswith(f"{score} of a sample depends on the other samples") for each in caveats) == said

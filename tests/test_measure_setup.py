@@ -11,6 +11,7 @@ import yaml
 from psgrad.config import load_config
 from psgrad.engine.measures.known import known_measures
 from psgrad.engine.measures.known.projected_gradients import ProjectedGradients
+from psgrad.errors import MeasureError
 from psgrad.storage.finished import load_run
 from psgrad.workflows.analysis import analyze
 from psgrad.workflows.measure_setup import measures_of
@@ -75,3 +76,24 @@ def test_wrong_options_are_told(workplace: Workplace, measure: dict[str, Any], w
 def test_each_known_measure_can_be_named(workplace: Workplace) -> None:
     for name, kind in known_measures().items():
         assert isinstance(measures(workplace, {"measures": [name]})[-1], kind)
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_a_second_look_is_refused_where_it_would_see_other_draws(workplace: Workplace, mode: str) -> None:
+    dropping = (
+        "import torch\nfrom torch import nn\n\n\ndef mlp():\n    return nn.Sequential(nn.Linear(4, 5), nn.Dropout(), nn.Linear(5, 3))\n"
+    )
+    (workplace.folder / "model.py").write_text(dropping)
+    workplace.config["model"] = {"factory": "model.py:mlp", "mode": mode}
+    path = workplace.folder / "config.yaml"
+
+    def run(*names: object) -> None:
+        path.write_text(yaml.safe_dump({**workplace.config, "analyze": {"measures": list(names)}}))
+        analyze(load_config(path), report=False, overwrite=True)
+
+    run("layer_norms", {"name": "noise_scale", "resamples": 0})
+    if mode == "eval":
+        run("cosine_to_mean", "loo_mean_change")
+        return
+    with pytest.raises(MeasureError, match="cosine_to_mean, loo_mean_change look at each gradient twice, and the model draws at random"):
+        run("cosine_to_mean", "loo_mean_change")

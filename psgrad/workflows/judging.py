@@ -32,6 +32,8 @@ _ROWS = "projected_gradients"
 _PREFIX = "reference-"
 # Measures beside those with a second look whose numbers depend on the other samples.
 _RELATIVE = ("neighbour_distance",)
+# And columns of others.
+_RELATIVE_COLUMNS = ("vog_z",)
 
 Say = Callable[[Progress], None]
 
@@ -75,7 +77,8 @@ class Judging:
             frame = frame.assign(**{self._of_data: self._units[: len(frame)]})
         reference = self._found
         relative = [each for each in self._measures if each.looks_twice or each.name in _RELATIVE]
-        if reference is not None and any(_gives(each, self._outliers.score) for each in relative):
+        is_relative = self._outliers.score in _RELATIVE_COLUMNS or any(_gives(each, self._outliers.score) for each in relative)
+        if reference is not None and is_relative:
             said = f"{self._outliers.score} of a sample depends on the other samples of its run: it is not quite the same score in two runs"
             reference = replace(reference, caveats=(*reference.caveats, said))
         return judge(frame, self._run.config.analyze, reference, _rows_of(measured))

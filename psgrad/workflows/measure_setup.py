@@ -26,7 +26,7 @@ from psgrad.errors import ConfigError, MeasureError, PsgradError
 from psgrad.inputs.imports import describe_failure, resolve
 from psgrad.workflows.moments import moments_of
 from psgrad.workflows.own_measure import OwnMeasure, joined_summary
-from psgrad.workflows.setup import Setup
+from psgrad.workflows.setup import Setup, draws_at_random
 
 
 def measures_of(config: Config) -> list[Measure]:
@@ -102,8 +102,26 @@ def prepare(run: Setup, measures: list[Measure], count: int, say: Callable[[str]
     )
     for measure in every:
         measure.prepare(setting)
+    _require_one_draw(run, every)
     run.objective.summary = partial(joined_summary, every)
     return setting, every
+
+
+def _require_one_draw(run: Setup, measures: list[Measure]) -> None:
+    """Raises MeasureError for measures that look twice at a model that draws at random.
+
+    Its second gradient of a sample would be another one wherever the first was not left in memory, and so the number would depend on
+    how much memory is free.
+    """
+    twice = [measure.name for measure in measures if measure.looks_twice]
+    if twice and draws_at_random(run.first_output, run.model, run.device):
+        raise MeasureError(
+            f"{', '.join(twice)} {'looks' if len(twice) == 1 else 'look'} at each gradient twice, and the model draws at random: "
+            "the second time it would be another gradient",
+            expected="a model that gives the same output each time",
+            cause="model.mode: train, with dropout in the model",
+            next_step="set model.mode to eval; or take these measures out of analyze.measures (noise_scale with resamples: 0 looks once)",
+        )
 
 
 def _kind(name: str, base: Path) -> type[Measure]:
