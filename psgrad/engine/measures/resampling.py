@@ -6,8 +6,8 @@ import math
 
 import torch
 
-# Samples beyond are put together at random before they are resampled: the spread of a sum is known to 1 / sqrt(2 * 1024), two percent.
-_BLOCKS = 1024
+# Samples beyond are put together at random before they are resampled: the spread of a sum is known to 1 / sqrt(2 * 512), three percent.
+_BLOCKS = 512
 
 
 def block_sums(values: torch.Tensor, seed: int) -> torch.Tensor:

@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-
 from psgrad.engine.gradients import PerSampleGradients
-from psgrad.engine.gradients.terms import accumulating
-from psgrad.engine.measures.finite import finite_rows, nan_elsewhere
+from psgrad.engine.measures.class_outputs import ClassOutputs, kept_outputs
+from psgrad.engine.measures.finite import finite_rows
 from psgrad.engine.measures.measure import Arrays, Measure, Setting
-from psgrad.engine.measures.predictions import class_in
 from psgrad.engine.measures.refusals import require_classes
 
 
@@ -31,10 +28,9 @@ class Confidence(Measure):
         require_classes(self, setting)
 
     def summary(self, output: Any, target: Any) -> Arrays:
-        probabilities = torch.softmax(accumulating(output.detach()), -1)
-        label, is_class = class_in(output, target)
-        own = torch.arange(probabilities.shape[-1], device=probabilities.device) == label
-        return {"self_confidence": probabilities.masked_fill(~own, 0).sum(-1).where(is_class, torch.nan)}
+        return kept_outputs(output, target)
 
     def columns(self, gradients: PerSampleGradients) -> Arrays:
-        return {"self_confidence": nan_elsewhere(gradients.aux["self_confidence"], finite_rows(gradients))}
+        outputs = ClassOutputs.of(gradients)
+        confidence = outputs.of_label(outputs.probabilities)
+        return {"self_confidence": outputs.where_known(confidence, finite_rows(gradients))}

@@ -5,14 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-import torch.nn.functional as F
-
 from psgrad.engine.gradients import PerSampleGradients
-from psgrad.engine.gradients.terms import accumulating
-from psgrad.engine.measures.finite import finite_rows, nan_elsewhere
+from psgrad.engine.measures.class_outputs import ClassOutputs, kept_outputs
+from psgrad.engine.measures.finite import finite_rows
 from psgrad.engine.measures.measure import Arrays, Measure, Setting
-from psgrad.engine.measures.predictions import class_in
 from psgrad.engine.measures.refusals import require_classes
 
 
@@ -32,10 +28,11 @@ class EL2N(Measure):
         require_classes(self, setting)
 
     def summary(self, output: Any, target: Any) -> Arrays:
-        probabilities = torch.softmax(accumulating(output.detach()), -1)
-        label, is_class = class_in(output, target)
-        distance = torch.linalg.vector_norm(probabilities - F.one_hot(label, output.shape[-1]).to(probabilities.dtype))
-        return {"el2n": distance.where(is_class, torch.nan)}
+        return kept_outputs(output, target)
 
     def columns(self, gradients: PerSampleGradients) -> Arrays:
-        return {"el2n": nan_elsewhere(gradients.aux["el2n"], finite_rows(gradients))}
+        outputs = ClassOutputs.of(gradients)
+        probabilities = outputs.probabilities
+        missing = 1 - outputs.of_label(probabilities)
+        distance = (outputs.without_label(probabilities, 0).square().sum(1) + missing.square()).sqrt()
+        return {"el2n": outputs.where_known(distance, finite_rows(gradients))}

@@ -8,10 +8,9 @@ from typing import Any, ClassVar
 import torch
 
 from psgrad.engine.gradients import PerSampleGradients
-from psgrad.engine.gradients.terms import accumulating
-from psgrad.engine.measures.finite import finite_rows, nan_elsewhere
+from psgrad.engine.measures.class_outputs import ClassOutputs, kept_outputs
+from psgrad.engine.measures.finite import finite_rows
 from psgrad.engine.measures.measure import Arrays, Measure, Setting
-from psgrad.engine.measures.predictions import class_in
 from psgrad.engine.measures.refusals import require_classes
 
 
@@ -35,11 +34,10 @@ class Margin(Measure):
         require_classes(self, setting)
 
     def summary(self, output: Any, target: Any) -> Arrays:
-        logits = accumulating(output.detach())
-        label, is_class = class_in(output, target)
-        own = torch.arange(logits.shape[-1], device=logits.device) == label
-        margin = logits.masked_fill(~own, -torch.inf).amax(-1) - logits.masked_fill(own, -torch.inf).amax(-1)
-        return {"margin": margin.where(is_class, torch.nan)}
+        return kept_outputs(output, target)
 
     def columns(self, gradients: PerSampleGradients) -> Arrays:
-        return {"margin": nan_elsewhere(gradients.aux["margin"], finite_rows(gradients))}
+        outputs = ClassOutputs.of(gradients)
+        logits = outputs.logits
+        margin = outputs.of_label(logits) - outputs.without_label(logits, -torch.inf).amax(1)
+        return {"margin": outputs.where_known(margin, finite_rows(gradients))}
