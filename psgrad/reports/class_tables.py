@@ -28,7 +28,7 @@ class ClassPage:
 
 def class_statistics(samples: pd.DataFrame) -> pd.DataFrame:
     """A row a class, most listed samples first: samples, listed, nonfinite, median_norm, median_loss, differs (a share)."""
-    finite = samples["status"].to_numpy() == "ok"
+    finite = samples["status"].to_numpy() != "nonfinite"
     frame = pd.DataFrame(
         {
             "target": samples["target"].to_numpy(),

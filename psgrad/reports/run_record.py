@@ -27,7 +27,7 @@ def run_record(result: AnalyzeResult, top: int) -> dict[str, Any]:
         "samples": len(samples),
         "in_dataset": in_dataset,
         "partial": len(samples) < in_dataset,
-        "nonfinite": int((samples["status"] != "ok").sum()),
+        "nonfinite": int((samples["status"] == "nonfinite").sum()),
         "review": int((samples["is_outlier_issue"] & (samples["status"] == "ok")).sum()),
         "top": json.loads(top_samples(samples, top).to_json(orient="records", double_precision=15)),
         "measures": {name: dict(measure.numbers) for name, measure in result.measures.items()},

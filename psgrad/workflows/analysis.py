@@ -90,7 +90,7 @@ def analyze(
         facts["engine"]["materialised"] = norms.unfactored
         if norms.unfactored:
             progress(Progress(count, count, "samples", unfactored_words(norms.unfactored)))
-        facts["counts"] = {"samples": len(frame), "nonfinite": int((frame["status"] != "ok").sum()), "in_dataset": len(run.samples)}
+        facts["counts"] = {"samples": len(frame), "nonfinite": int((frame["status"] == "nonfinite").sum()), "in_dataset": len(run.samples)}
         facts["timings"] = clock.seconds
         inputs = top_inputs(run.samples, frame, max(_PICTURES, config.analyze.top)) if config.report.include_inputs else []
         verdict = check_samples(frame, facts, folder, gate)

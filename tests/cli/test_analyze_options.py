@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from psgrad.reports.class_tables import class_statistics
 from tests.workplace import ROWS, Workplace
 
 LIGHT = ("--no-report", "--progress", "none")
@@ -91,3 +92,18 @@ def test_resume_of_a_finished_run_gives_that_run(workplace: Workplace) -> None:
     assert again.out == first.out
     assert (workplace.folder / "out" / "manifest.json").read_bytes() == before
     assert workplace.analyze("--resume", "--overwrite").code == 2
+
+
+def test_samples_that_are_not_judged_are_not_counted_as_not_finite(workplace: Workplace) -> None:
+    """A label that counts for nothing has no margin: its sample has a finite gradient, and no score."""
+    x, y = workplace.arrays["x"].copy(), workplace.arrays["y"].copy()
+    x[5], y[[3, 4]] = np.nan, -100
+    workplace.save(x=x, y=y)
+    workplace.config["analyze"] = {"measures": ["margin"], "outliers": {"score": "margin", "tail": "lower"}}
+    record = json.loads(workplace.succeeded("--no-report", "--json").out)
+    frame = workplace.samples()
+    assert frame["status"].value_counts().to_dict() == {"ok": ROWS - 3, "skipped": 2, "nonfinite": 1}
+    assert record["nonfinite"] == workplace.manifest()["counts"]["nonfinite"] == 1
+    of_class = class_statistics(frame)
+    assert of_class["nonfinite"].sum() == 1
+    assert of_class.loc[-100, ["samples", "nonfinite", "listed", "median_norm"]].tolist() == [2, 0, 0, 0.0]
