@@ -7,6 +7,8 @@ from typing import Any
 import pandas as pd
 import pytest
 import yaml
+from safetensors.torch import save_file
+from torch import nn
 
 from psgrad.config import load_config
 from psgrad.engine.measures.known import known_measures
@@ -95,5 +97,13 @@ def test_a_second_look_is_refused_where_it_would_see_other_draws(workplace: Work
     if mode == "eval":
         run("cosine_to_mean", "loo_mean_change")
         return
-    with pytest.raises(MeasureError, match="cosine_to_mean, loo_mean_change look at each gradient twice, and the model draws at random"):
+    with pytest.raises(MeasureError, match="cosine_to_mean, loo_mean_change ask for a sample's gradient more than once"):
         run("cosine_to_mean", "loo_mean_change")
+    names = [f"step{step}.safetensors" for step in range(3)]
+    for name in names:
+        model = nn.Sequential(nn.Linear(4, 5), nn.Dropout(), nn.Linear(5, 3))
+        save_file(model.state_dict(), workplace.folder / name)
+    section = {"measures": ["vog"], "checkpoints": names}
+    path.write_text(yaml.safe_dump({**workplace.config, "analyze": section}))
+    with pytest.raises(MeasureError, match="vog asks for a sample's gradient more than once, and the model draws at random"):
+        analyze(load_config(path), report=False, overwrite=True)

@@ -19,6 +19,7 @@ from psgrad.config.reading import explain
 from psgrad.engine.examples import Examples
 from psgrad.engine.measures.known import known_measures
 from psgrad.engine.measures.known.projected_gradients import ProjectedGradients
+from psgrad.engine.measures.known.vog import VoG
 from psgrad.engine.measures.measure import Measure, Setting
 from psgrad.engine.measures.norms import GradientNorms
 from psgrad.engine.measures.predictions import Predictions, summary_for
@@ -108,16 +109,16 @@ def prepare(run: Setup, measures: list[Measure], count: int, say: Callable[[str]
 
 
 def _require_one_draw(run: Setup, measures: list[Measure]) -> None:
-    """Raises MeasureError for measures that look twice at a model that draws at random.
+    """Raises MeasureError for measures that ask more than once for a gradient of a model that draws at random.
 
-    Its second gradient of a sample would be another one wherever the first was not left in memory, and so the number would depend on
-    how much memory is free.
+    A second look would see another gradient wherever the first was not left in memory, and so depend on how much memory is free; a
+    variance over checkpoints would be that of the draws.
     """
-    twice = [measure.name for measure in measures if measure.looks_twice]
+    twice = [measure.name for measure in measures if measure.looks_twice or measure.name == VoG.name]
     if twice and draws_at_random(run.first_output, run.model, run.device):
         raise MeasureError(
-            f"{', '.join(twice)} {'looks' if len(twice) == 1 else 'look'} at each gradient twice, and the model draws at random: "
-            "the second time it would be another gradient",
+            f"{', '.join(twice)} {'asks' if len(twice) == 1 else 'ask'} for a sample's gradient more than once, and the model "
+            "draws at random: each time it would be another gradient",
             expected="a model that gives the same output each time",
             cause="model.mode: train, with dropout in the model",
             next_step="set model.mode to eval; or take these measures out of analyze.measures (noise_scale with resamples: 0 looks once)",
