@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import pandas as pd
-from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import BeforeValidator, PrivateAttr, ValidationError, model_validator
 
 from psgrad.config.reading import explain
 from psgrad.config.values import Section, described, nearest
@@ -23,6 +23,12 @@ from psgrad.errors import ConfigError
 from psgrad.quality.findings import IGNORED
 from psgrad.results import RULES
 from psgrad.yaml12 import parse
+
+
+def _id(value: object) -> object:
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise ValueError(f"got {described(value)}, expected a text or a whole number")
+    return value
 
 
 def _date(value: object) -> object:
@@ -44,10 +50,10 @@ def _rule(value: object) -> object:
 class IgnoreEntry(Section):
     """One entry: a sample by its id, or one finding by its fingerprint."""
 
-    id: str | int | None = None
+    id: Annotated[str | int | None, BeforeValidator(_id)] = None
     fingerprint: str | None = None
     rule: Annotated[str | None, BeforeValidator(_rule)] = None
-    reason: Annotated[str, Field(min_length=1)]
+    reason: str
     expires: Annotated[datetime.date | None, BeforeValidator(_date)] = None
     _place: str = PrivateAttr(default="")
 
@@ -119,7 +125,8 @@ def settle(named: pd.DataFrame, entries: Sequence[IgnoreEntry], today: datetime.
             warnings.append(f"{entry.words} names nothing that was found; it can go")
         else:
             state[rows], because[rows] = IGNORED, entry.reason
-    return named.assign(state=state, ignored_because=because), warnings
+    # Of objects: pandas would make a column of texts of it, and NaN of each None.
+    return named.assign(state=state, ignored_because=pd.Series(because, index=named.index, dtype=object)), warnings
 
 
 def _problem(details: Any) -> str:

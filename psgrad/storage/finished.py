@@ -12,15 +12,20 @@ import pandas as pd
 from psgrad.errors import DataError
 from psgrad.results import AnalyzeResult, MeasureResult, TopSample
 from psgrad.storage.folders import MEASURES, file_name, manifest_of
-from psgrad.storage.verdicts import read_check
+from psgrad.storage.verdicts import read_check, require_there, require_typed
 
 Array = np.ndarray[Any, Any]
+
+_COLUMNS = ("id", "index", "status", "is_outlier_issue", "loss", "grad_norm")
+_GROUPS = ("config", "counts", "data", "model", "versions", "outliers")
 
 
 def load_run(folder: Path) -> AnalyzeResult:
     """What `psgrad analyze` left in a folder. Raises DataError where it is no finished run, or a file of it can't be read."""
     manifest = finished_manifest(folder)
     samples = _table(folder / "samples.parquet")
+    require_there(list(map(str, samples)), _COLUMNS, folder / "samples.parquet")
+    require_typed(samples, folder / "samples.parquet")
     measures = {name: _measure(folder, name, about) for name, about in _json(folder / f"{MEASURES}.json", {}).items()}
     return AnalyzeResult(
         samples,
@@ -51,6 +56,14 @@ def finished_manifest(folder: Path) -> dict[str, Any]:
             expected="a finished run",
             next_step="psgrad analyze CONFIG --resume goes on with it",
         )
+    damaged = [name for name in _GROUPS if not isinstance(manifest.get(name) or {}, dict)]
+    if damaged or not isinstance(manifest.get("config", {}).get("data") or {}, dict):
+        raise DataError(
+            f"{folder / 'manifest.json'} can't be read: {', '.join(damaged) or 'config.data'} holds no keys and values",
+            expected="the file as psgrad analyze wrote it",
+            cause="it was changed after the run",
+            next_step="run psgrad analyze again",
+        )
     return manifest
 
 
@@ -69,6 +82,8 @@ def _inputs(folder: Path) -> list[TopSample]:
 
 def _table(path: Path) -> pd.DataFrame:
     try:
+        if path.is_dir():  # which pandas takes for a table in parts
+            raise IsADirectoryError(f"{path} is a folder")
         return pd.read_parquet(path)
     except (OSError, ValueError) as error:
         raise _unreadable(path, error) from error

@@ -29,16 +29,8 @@ def read_columns(folder: Path, needed: Sequence[str], welcome: Iterable[str] = (
     try:
         with pq.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            missing = [name for name in needed if name not in names]
-            if missing:
-                raise DataError(
-                    f"{path} has no column {', '.join(missing)}",
-                    expected="the table as psgrad analyze writes it",
-                    cause="an older psgrad wrote it, or it was changed",
-                    next_step="run psgrad analyze again",
-                )
+            require_there(names, needed, path)
             frame: pd.DataFrame = file.read(columns=[name for name in names if name in {*needed, *welcome}]).to_pandas()
-            return frame
     except (OSError, pa.ArrowException) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise DataError(
@@ -47,6 +39,39 @@ def read_columns(folder: Path, needed: Sequence[str], welcome: Iterable[str] = (
             cause="it was changed or cut short after the run",
             next_step="run psgrad analyze again",
         ) from error
+    require_typed(frame, path)
+    return frame
+
+
+def require_there(names: Sequence[str], needed: Sequence[str], path: Path) -> None:
+    """Raises DataError for columns that a table of samples lacks."""
+    missing = [name for name in needed if name not in names]
+    if missing:
+        raise DataError(
+            f"{path} has no column {', '.join(missing)}",
+            expected="the table as psgrad analyze writes it",
+            cause="an older psgrad wrote it, or it was changed",
+            next_step="run psgrad analyze again",
+        )
+
+
+def require_typed(frame: pd.DataFrame, path: Path) -> None:
+    """Raises DataError for columns of another type: a verdict on them would be a verdict on something else."""
+    kinds = pd.api.types
+    expected = {
+        "loss": (kinds.is_numeric_dtype, "numbers"),
+        "grad_norm": (kinds.is_numeric_dtype, "numbers"),
+        "is_outlier_issue": (kinds.is_bool_dtype, "true or false"),
+        "status": (lambda column: not len(frame) or kinds.infer_dtype(column, skipna=False) == "string", "ok, nonfinite or skipped"),
+    }
+    for name, (is_kind, what) in expected.items():
+        if name in frame and not is_kind(frame[name]):
+            raise DataError(
+                f"the column {name} of {path} is of type {frame[name].dtype}",
+                expected=what,
+                cause="the table was changed after the run",
+                next_step="run psgrad analyze again",
+            )
 
 
 def write_check(folder: RunFolder, result: CheckResult) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from tests.verdicts import REFERENCE, finished, table
@@ -52,6 +54,46 @@ def test_exit_codes(workplace: Workplace) -> None:
     finished(workplace.folder / "plain", table(10, listed=(1,)))
     assert workplace.command("check", "plain", "--set", "gate.max_outliers=5").code == 4
     assert workplace.command("check", "plain", "--set", "gate.max_outliers=5", "--exit-zero").code == 0
+
+
+def test_one_that_is_ignored_leaves_the_others(workplace: Workplace) -> None:
+    judged(workplace)
+    (workplace.folder / "ignore.yaml").write_text("- {id: s2, reason: looked at}\n")
+    outcome = workplace.command("check", "run", "--set", "gate.ignore=ignore.yaml", "--set", "gate.max_outliers=0")
+    assert (outcome.code, outcome.err) == (1, "")
+    assert "outlier 2 (1 ignored)" in outcome.out
+    lines = (workplace.folder / "run" / "findings.jsonl").read_text().splitlines()
+    assert {(each["id"], each["ignored_because"]) for each in map(json.loads, lines)} == {("s2", "looked at"), ("s5", None)}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda frame: frame.assign(status=3), "the column status of"),
+        (lambda frame: frame.assign(grad_norm=frame["grad_norm"].astype(str)), "the column grad_norm of"),
+        (lambda frame: frame.assign(is_outlier_issue=0.5), "the column is_outlier_issue of"),
+        (lambda frame: frame.drop(columns="grad_norm"), "has no column grad_norm"),
+    ],
+)
+def test_a_table_that_was_changed_gets_no_verdict(workplace: Workplace, change: Callable[[pd.DataFrame], pd.DataFrame], words: str) -> None:
+    path = judged(workplace) / "samples.parquet"
+    change(pd.read_parquet(path)).to_parquet(path)
+    for command in (("check", "run"), ("report", "run"), ("diff", "run", "run"), ("baseline", "save", "run")):
+        workplace.command(*command).refused(3, words, "run psgrad analyze again")
+
+
+def test_a_manifest_that_was_changed_or_a_folder_in_place_of_a_table(workplace: Workplace) -> None:
+    path = judged(workplace) / "manifest.json"
+    content = json.loads(path.read_text())
+    for key in ("config", "counts", "outliers"):
+        path.write_text(json.dumps({**content, key: [1]}))
+        for command in (("check", "run"), ("report", "run"), ("diff", "run", "run"), ("baseline", "save", "run")):
+            workplace.command(*command).refused(3, f"{key} holds no keys and values")
+    path.write_text(json.dumps(content))
+    (path.parent / "samples.parquet").unlink()
+    (path.parent / "samples.parquet").mkdir()
+    for command in (("check", "run"), ("report", "run")):
+        workplace.command(*command).refused(3, "samples.parquet can't be read")
 
 
 def test_a_baseline_lets_what_is_known_pass(workplace: Workplace) -> None:

@@ -120,6 +120,8 @@ def test_an_id_that_is_a_number_is_found(tmp_path: Path) -> None:
     [
         ("{id: a}", "ignore.yaml:1: reason: missing; every entry needs a reason"),
         ("{id: a, reason: ' '}", "the reason is blank"),
+        ("{id: a, reason: ''}", "the reason is blank"),
+        ("{id: [a], reason: x}", "ignore.yaml:1: id: got a list, expected a text or a whole number"),
         ("{id: a, fingerprint: b, reason: x}", "give exactly one of id"),
         ("{reason: x}", "give exactly one of id"),
         ("{id: a, reson: x, reason: x}", "reson: unknown key; did you mean reason?"),
