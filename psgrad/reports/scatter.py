@@ -55,11 +55,13 @@ def linked_svg(plot: Plot, listed: pd.DataFrame, class_names: list[str] | None) 
         artist.set_rasterized(True)
     log_loss = axes.get_yscale() == "log"
     words = {}
-    for row in listed.to_dict("records"):
+    for row in listed.assign(differs=disagrees(listed)).to_dict("records"):
         if row["grad_norm"] > 0 and (row["loss"] > 0 or not log_loss):
             name = f"sample-{int(row['index'])}"
             colour = REVIEW if row["is_outlier_issue"] else REST
-            axes.plot([row["grad_norm"]], [row["loss"]], "o", ms=5.5, mfc=colour, mec=INK, mew=0.6, gid=name, scalex=False, scaley=False)
+            marker, size = ("X", 6.5) if row["differs"] else ("o", 5.5)
+            point = [row["grad_norm"]], [row["loss"]]
+            axes.plot(*point, marker, ms=size, mfc=colour, mec=INK, mew=0.6, gid=name, scalex=False, scaley=False)
             words[name] = _point_words(row, class_names)
     return _page_svg(plot.adaptive_svg().decode("utf-8"), plot.alt, words)
 
