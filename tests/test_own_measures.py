@@ -59,7 +59,10 @@ def columns(value: str) -> str:
         ),
         ("def prepare(self, setting):\n    raise KeyError('no such thing')", ["the measure mine.py:Mine raised KeyError", "in prepare"]),
         ("def summary(self, output, target):\n    return {'mine': output.sum() / int('x')}", ["raised ValueError", "in summary"]),
-        ("def summary(self, output, target):\n    return {'class_outputs.output': output.sum()}", ["the measure mine keeps class_outputs.output of each output"]),
+        (
+            "def summary(self, output, target):\n    return {'class_outputs.output': output.sum()}",
+            ["the measure mine keeps class_outputs.output of each output"],
+        ),
         ("def gather(self, rows):\n    return {}", ["the measure mine.py:Mine returned dict in gather", "a Gathered"]),
         ("def gather(self, rows):\n    return Gathered(columns={'mine': torch.zeros(2)})", ["of shape (2,) for 24 samples in gather"]),
         ("def gather(self, rows):\n    return Gathered(columns={'margin': torch.zeros(24)})", ["two measures make the column margin"]),
