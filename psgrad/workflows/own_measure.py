@@ -79,7 +79,7 @@ class OwnMeasure(Measure):
             with self._told(f"the pass {own.name}"):
                 for each in own.run(start, chunk_size):
                     values = self._checked(each.values, each.stop - each.start, f"the pass {own.name}")
-                    yield replace(each, values=values)
+                    yield Columns(each.start, each.stop, values)
 
         return [OwnPass(own.name, lambda start, size, own=own: run(own, start, size)) for own in found]  # type: ignore[misc]
 
