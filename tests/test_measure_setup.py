@@ -103,7 +103,8 @@ def test_a_second_look_is_refused_where_it_would_see_other_draws(workplace: Work
     for name in names:
         model = nn.Sequential(nn.Linear(4, 5), nn.Dropout(), nn.Linear(5, 3))
         save_file(model.state_dict(), workplace.folder / name)
-    section = {"measures": ["vog"], "checkpoints": names}
-    path.write_text(yaml.safe_dump({**workplace.config, "analyze": section}))
-    with pytest.raises(MeasureError, match="vog asks for a sample's gradient more than once, and the model draws at random"):
-        analyze(load_config(path), report=False, overwrite=True)
+    for measure in ("vog", "grand", "trajectory", "forgetting"):
+        section = {"measures": [measure], "checkpoints": names}
+        path.write_text(yaml.safe_dump({**workplace.config, "analyze": section}))
+        with pytest.raises(MeasureError, match=f"{measure} asks for a sample's gradient more than once, and the model draws at random"):
+            analyze(load_config(path), report=False, overwrite=True)

@@ -18,6 +18,7 @@ from psgrad.config import Config, MeasureConfig, is_callable_spec, nearest
 from psgrad.config.reading import explain
 from psgrad.engine.examples import Examples
 from psgrad.engine.measures.known import known_measures
+from psgrad.engine.measures.known.moments import Moments
 from psgrad.engine.measures.known.projected_gradients import ProjectedGradients
 from psgrad.engine.measures.known.vog import VoG
 from psgrad.engine.measures.measure import Measure, Setting
@@ -111,10 +112,10 @@ def prepare(run: Setup, measures: list[Measure], count: int, say: Callable[[str]
 def _require_one_draw(run: Setup, measures: list[Measure]) -> None:
     """Raises MeasureError for measures that ask more than once for a gradient of a model that draws at random.
 
-    A second look would see another gradient wherever the first was not left in memory, and so depend on how much memory is free; a
-    variance over checkpoints would be that of the draws.
+    A second look would see another gradient wherever the first was not left in memory, and so depend on how much memory is free; what
+    differs from checkpoint to checkpoint would be the draws.
     """
-    twice = [measure.name for measure in measures if measure.looks_twice or measure.name == VoG.name]
+    twice = [each.name for each in measures if each.looks_twice or each.name == VoG.name or Moments.name in each.needs]
     if twice and draws_at_random(run.first_output, run.model, run.device):
         raise MeasureError(
             f"{', '.join(twice)} {'asks' if len(twice) == 1 else 'ask'} for a sample's gradient more than once, and the model "
