@@ -22,6 +22,8 @@ from psgrad.errors import TransformArgumentError
 _SAMPLES = {"cpu": 64, "cuda": 1024}
 # Segments a slice.
 _SEGMENTS = 8
+# Places and signs of a slice that has no more of them are kept for the next samples: hashing them takes twice as long as adding them up.
+_REMEMBERED = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -149,9 +151,19 @@ def _add(sums: Sums, orders: Orders, part: Slice, factor: float, memory: Workspa
         values[:offset].zero_()
         values[offset : offset + len(part.places)] = part.values.t()
         values[offset + len(part.places) :].zero_()
-    places, drawn = orders.gathered(segments, sums.device)
-    found = F.embedding_bag(places, values, mode="sum", per_sample_weights=drawn.to(sums.dtype))
+    gathered = _gathered_once if length * orders.count <= _REMEMBERED else _gathered
+    places, drawn = gathered(orders, segments, sums.device, sums.dtype)
+    found = F.embedding_bag(places, values, mode="sum", per_sample_weights=drawn)
     sums.add(part.samples, found.t() if factor == 1 else found.t() * factor)
+
+
+def _gathered(orders: Orders, segments: range, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    places, drawn = orders.gathered(segments, device)
+    return places, drawn.to(dtype)
+
+
+# The samples that come next ask for the same. At most 64 of _REMEMBERED entries of 16 bytes: 64 MiB.
+_gathered_once = lru_cache(maxsize=64)(_gathered)
 
 
 def _add_looked_up(sums: Sums, orders: Orders, term: Rows, samples: slice, factor: float) -> None:
