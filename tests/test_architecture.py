@@ -41,6 +41,7 @@ def test_the_page_names_what_there_is() -> None:
     root = Path(__file__).parent.parent
     engine = root / "psgrad/engine"
     parts = ("transforms", "gradients", "gradients/deferral", "gradients/planning", "privacy", "influence")
-    inside = [root, root / "psgrad", root / "psgrad/workflows", engine, *(engine / part for part in parts)]
+    floors = (root / "psgrad" / floor for floor in ("workflows", "quality"))
+    inside = [root, root / "psgrad", *floors, engine, *(engine / part for part in parts)]
     for path in re.findall(r"`([\w/-]+\.(?:py|md))`", PAGE):
         assert any((folder / path).is_file() for folder in inside), path

@@ -150,8 +150,8 @@ def test_a_limit_that_is_none_is_refused(quick: Workplace, limit: float) -> None
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_signal_at_any_time_leaves_what_can_be_gone_on_with(workplace: Workplace, name: str) -> None:
     workplace.config |= {"engine": {"chunk_size": 1, "verify": 0, "capture": "off"}}
-    x = torch.randn(1200, 4)
-    workplace.save(x=x.numpy(), y=torch.randint(0, 3, (1200,)).numpy(), uid=torch.arange(1200).numpy())
+    x = torch.randn(500, 4)
+    workplace.save(x=x.numpy(), y=torch.randint(0, 3, (500,)).numpy(), uid=torch.arange(500).numpy())
     (workplace.folder / "config.yaml").write_text(yaml.safe_dump(workplace.config))
     command = [sys.executable, "-m", "psgrad", "analyze", "config.yaml"]
     process = subprocess.Popen(command, cwd=workplace.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -168,7 +168,7 @@ def test_a_signal_at_any_time_leaves_what_can_be_gone_on_with(workplace: Workpla
     assert not list(workplace.folder.rglob("*.tmp"))
     assert done == len(pd.read_parquet(workplace.folder / "out" / "parts" / "samples")) if done else True
     result = analyze(load_config(Path("config.yaml")), resume=True, report=False)
-    assert result.samples["id"].tolist() == list(range(1200))
+    assert result.samples["id"].tolist() == list(range(500))
 
 
 def test_a_finished_run_has_the_verdict_of_the_gate_as_it_is_now(quick: Workplace) -> None:

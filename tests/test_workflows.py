@@ -433,7 +433,7 @@ def test_labels_to_ignore_and_class_weights(quick: Workplace) -> None:
 
 
 def test_peak_memory_does_not_grow_with_the_dataset(workplace: Workplace) -> None:
-    width, count = 8192, 250
+    width, count = 16384, 250  # wide, as the tables grow with the rows, too
     (workplace.folder / "data.py").write_text(
         textwrap.dedent(f"""
             import numpy as np

@@ -19,7 +19,7 @@ from psgrad.workflows import analyze
 from tests.crashes import Go, Tell, kill_and_resume, points_of
 from tests.workplace import ROWS, Workplace
 
-CHUNK, SHARD = 3, 6
+CHUNK, SHARD = 4, 8
 # A measure that gathers, looks twice, keeps several numbers a sample and has a pass of its own: all that a state has to hold.
 MEASURE = """\
 from dataclasses import dataclass
@@ -134,7 +134,7 @@ def test_a_state_that_is_lost_would_be_found(go: Go, tmp_path: Path, workplace: 
         kill_and_resume(go, check, tmp_path / "run", [points // 2])
 
 
-@pytest.mark.parametrize("name", ["00001.parquet", "_00003.state.safetensors", "_00001.arrays.safetensors"])
+@pytest.mark.parametrize("name", ["00001.parquet", "_00002.state.safetensors", "_00001.arrays.safetensors"])
 @pytest.mark.parametrize("damage", ["cut", "gone", "empty"])
 def test_a_damaged_shard_is_done_again(go: Go, tmp_path: Path, name: str, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     points_of(go, tmp_path / "undisturbed")
