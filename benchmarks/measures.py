@@ -44,6 +44,8 @@ from psgrad.errors import MeasureError
 # All measures of the one pass together, as a multiple of the norm pass, on two CPU cores.
 BAR = 1.5
 SECOND_DERIVATIVES = ("hessian_top_eigenvalue", "hessian_trace")
+# It takes the gradients of outputs when all samples have passed.
+AFTERWARDS = ("ntk",)
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ def kinds(problem: Digits, names: Sequence[str]) -> dict[str, list[str]]:
         measure = known_measures()[name]()
         try:
             measure.prepare(problem.setting())
-            own = bool(measure.passes())
+            own = bool(measure.passes()) or name in AFTERWARDS
         except MeasureError:
             found["checkpoints"].append(name)
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from pathlib import Path
 
@@ -33,3 +34,14 @@ def test_the_ways_run_and_every_measure_is_of_one_kind(monkeypatch: pytest.Monke
     assert timings["norms"].ratio == pytest.approx(1)
     assert timings["norms"].processor_ratio == 1
     assert timings["two"].lower_quartile <= timings["two"].median <= timings["two"].upper_quartile
+
+
+def test_the_page_has_the_stored_figures() -> None:
+    stored = json.loads((FOLDER / "results" / "measures-cpu.json").read_text(encoding="utf-8"))
+    tables = json.loads((FOLDER / "results" / "tables-cpu.json").read_text(encoding="utf-8"))
+    page = (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert f"take {stored['seconds']['all: one pass']['ratio']:.2f} times the norm pass all together" in page
+    assert f"a norm pass takes {1e3 * stored['seconds']['norms']['median']:.0f} ms" in page
+    seconds = {name: f"{command['seconds']:.1f} s" for name, command in tables["commands"].items()}
+    assert f"`check` {seconds['check A']}, `report` {seconds['report A']}, `diff` {seconds['diff A B']}" in page
+    assert all(command["passed"] for command in tables["commands"].values())
