@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -63,6 +66,8 @@ app.command(rich_help_panel=INSIDE)(ops)
 
 def main() -> None:
     """Run the command that the process's arguments name, and leave with its exit code."""
+    if sys.stdout is None:  # closed by who started us; what is printed goes nowhere
+        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 (for as long as the process lives)
     app(prog_name="psgrad")
 
 

@@ -56,6 +56,7 @@ def init(folder: Folder = Path(), kind: KindOption = Kind.image, overwrite: Over
     Prints the files that it wrote.
     """
     with boundary(debug):
+        _require_no_kind(folder)
         content = _content(kind)
         _require_free(folder, content, overwrite)
         try:
@@ -67,6 +68,17 @@ def init(folder: Folder = Path(), kind: KindOption = Kind.image, overwrite: Over
         for name in content:
             typer.echo(str(folder / name))
         typer.echo(_next_steps(folder / CONFIG), err=True)
+
+
+def _require_no_kind(folder: Path) -> None:
+    """Raises ConfigError for `psgrad init tabular`, which would put the images into a folder of that name."""
+    from psgrad.errors import ConfigError
+
+    if str(folder) in list(Kind):
+        raise ConfigError(
+            f"psgrad init {folder} names a folder, and {folder} is a kind of samples",
+            next_step=f"psgrad init --kind {folder}, or a folder of another name",
+        )
 
 
 def _content(kind: Kind) -> dict[str, bytes]:

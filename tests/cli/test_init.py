@@ -158,6 +158,15 @@ def test_a_file_in_the_way_of_the_folder(tmp_path: Path, monkeypatch: pytest.Mon
         assert "Traceback" not in err
 
 
+def test_a_kind_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(monkeypatch, "init", Path("tabular")) == 2
+    err = capfd.readouterr().err
+    assert "names a folder, and tabular is a kind of samples" in err
+    assert "next step: psgrad init --kind tabular, or a folder of another name" in err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_unknown_kind_is_told_with_those_that_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

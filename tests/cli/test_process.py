@@ -102,6 +102,12 @@ def test_a_pipe_that_closes_early_is_no_error(begun: Path, arguments: list[str])
     assert "Exception ignored" not in words
 
 
+def test_a_closed_output_is_no_error(begun: Path) -> None:
+    command = f"{sys.executable} -m psgrad schema >&-"
+    done = subprocess.run(["/bin/sh", "-c", command], cwd=begun, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_completion_knows_commands_options_and_values() -> None:
     def completed(words: str) -> str:
         environment = {**os.environ, "_PSGRAD_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": words}
