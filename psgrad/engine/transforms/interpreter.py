@@ -23,6 +23,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
 
 from psgrad.engine.transforms import autocast, diagnostics
+from psgrad.engine.transforms.dense import contiguous
 from psgrad.engine.transforms.operators import RANDOM_COMPOSITES, Op, facts, is_random
 from psgrad.errors import TransformError
 
@@ -338,7 +339,8 @@ def handed_on(level: Level | None, op: Op, args: tuple[Any, ...], kwargs: dict[s
     if state.attached:
         with Attached():
             return _handed_on_with_care(level, op, args, kwargs, below)
-    if level is _DEAD or state.kept or facts(op).is_random:
+    said = facts(op)
+    if level is _DEAD or state.kept or said.is_random or said.contiguous:
         return _handed_on_with_care(level, op, args, kwargs, below)
     return op(*args, **kwargs) if level is None else level.process(op, args, kwargs)
 
@@ -346,10 +348,12 @@ def handed_on(level: Level | None, op: Op, args: tuple[Any, ...], kwargs: dict[s
 def _handed_on_with_care(level: Level | None, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], below: Level | None) -> Any:
     if level is _DEAD:
         args, kwargs = map_tracers(resurrect, args), map_tracers(resurrect, kwargs)
-        return interpret(op, args, kwargs, below) if top_level(args, kwargs) is not None else op(*args, **kwargs)
+        return interpret(op, args, kwargs, below)
     for reference in list(state.kept):
         if (kept := reference()) is not None:
             kept.watch(op, args, kwargs)
+    if level is None and (positions := facts(op).contiguous):
+        args = contiguous(positions, args)
     if not is_random(op, args, kwargs):
         return op(*args, **kwargs) if level is None else level.process(op, args, kwargs)
     for told in state.draws:

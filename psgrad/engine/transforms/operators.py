@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from psgrad.engine.transforms import diagnostics
+from psgrad.engine.transforms.dense import READ_AS_CONTIGUOUS
 from psgrad.errors import TransformError
 
 Op = torch._ops.OpOverload
@@ -23,6 +24,7 @@ class OpFacts(NamedTuple):
     is_view: bool
     is_random: bool
     draws_position: int | None  # of the argument that says whether an operator draws at all
+    contiguous: tuple[int, ...]  # positions of the arguments that its kernel reads as contiguous memory (see dense.py)
 
 
 # By the operator's id, as hashing one takes longer than all the rest; the facts hold the operator, so that its id remains its own.
@@ -49,7 +51,7 @@ def _read(op: Op) -> OpFacts:
     draws = next((i for i, argument in enumerate(schema.arguments) if argument.name in ("dropout_p", "training")), None)
     # A composite operator (a recurrent layer) draws in its pieces, but for attention, which may choose a kernel that draws.
     random = torch.Tag.nondeterministic_seeded in op.tags and (draws is not None or not is_composite(op))
-    return OpFacts(op, tuple(mutated), tuple(mutated_kwargs), is_view, random, draws)
+    return OpFacts(op, tuple(mutated), tuple(mutated_kwargs), is_view, random, draws, READ_AS_CONTIGUOUS.get(op, ()))
 
 
 @functools.cache

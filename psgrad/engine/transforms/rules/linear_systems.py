@@ -52,7 +52,7 @@ def diag_of(x: torch.Tensor) -> torch.Tensor:
 
 constant(
     aten._linalg_check_errors.default,
-    batch=lambda batch, op, info, name, *, is_matrix: op(batch.raw(info).contiguous(), name, is_matrix=False),
+    batch=lambda batch, op, info, name, *, is_matrix: op(batch.raw(info), name, is_matrix=False),
 )
 
 # -- triangular systems -----------------------------------------------------------------------------------------------------------
@@ -405,4 +405,4 @@ def _exponential_back(out: torch.Tensor, a: torch.Tensor) -> Callable[[torch.Ten
     return back
 
 
-define(aten.linalg_matrix_exp.default, vjp={0: _exponential_back}, batch=lambda batch, op, a: op(batch.physical(a).contiguous()))
+define(aten.linalg_matrix_exp.default, vjp={0: _exponential_back}, batch=lambda batch, op, a: op(batch.physical(a)))

@@ -272,7 +272,7 @@ def _ctc_back(
     losses, log_alpha = out
     backward = aten._ctc_loss_backward.Tensor if isinstance(input_lengths, torch.Tensor) else aten._ctc_loss_backward.default
     return lambda gs: (
-        backward(gs[0], x, targets, input_lengths, target_lengths, losses, log_alpha, blank, forgive) if gs[0] is not None else None
+        run(backward, gs[0], x, targets, input_lengths, target_lengths, losses, log_alpha, blank, forgive) if gs[0] is not None else None
     )
 
 

@@ -107,8 +107,7 @@ def _layer_norm_backward_batch(
     cotangent = batch.physical(g)
     if batch.is_mapped(weight):
         cotangent, weight = cotangent * batch.aligned(weight, g.dim()), None
-    physical = [batch.physical(t).contiguous() for t in (mean, rstd)]  # the kernel reads them as if they lay in order
-    return op(cotangent, batch.physical(x), shape, *physical, weight, None if batch.is_mapped(bias) else bias, mask)
+    return op(cotangent, batch.physical(x), shape, batch.physical(mean), batch.physical(rstd), weight, None if batch.is_mapped(bias) else bias, mask)
 
 
 define(aten.native_layer_norm_backward.default, batch=_layer_norm_backward_batch)
@@ -123,10 +122,7 @@ def _group_norm_back(out: Any, x: torch.Tensor, weight: Any, bias: Any, b: int, 
         grads: Any = (None, None, None)
         if gs[0] is not None:
             wanted = [position in positions for position in range(3)]
-            # the kernel reads both as if they lay in memory alike
-            grads = run(
-                aten.native_group_norm_backward.default, gs[0].contiguous(), x.contiguous(), mean, rstd, weight, b, c, hw, groups, wanted
-            )
+            grads = run(aten.native_group_norm_backward.default, gs[0], x, mean, rstd, weight, b, c, hw, groups, wanted)
         found = {position: grads[position] for position in positions}
         if 0 in found:
             found[0] = _input_back(lambda _: grads[0], x, mean, rstd)(gs)
@@ -137,8 +133,7 @@ def _group_norm_back(out: Any, x: torch.Tensor, weight: Any, bias: Any, b: int, 
 
 def _group_norm_batch(batch: Any, op: Op, x: torch.Tensor, weight: Any, bias: Any, b: int, *sizes: Any) -> Any:
     mapped = batch.is_mapped(weight) or batch.is_mapped(bias)
-    folded = batch.fold(x).contiguous()
-    out, mean, rstd = batch.unfold(op(folded, None if mapped else weight, None if mapped else bias, b * batch.size, *sizes))
+    out, mean, rstd = batch.unfold(op(batch.fold(x), None if mapped else weight, None if mapped else bias, b * batch.size, *sizes))
     if mapped:
         spatial = (1,) * (x.dim() - 2)
         for parameter, combine in ((weight, torch.mul), (bias, torch.add)):

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from psgrad.engine.transforms.interpreter import run
 from psgrad.engine.transforms.rules.families import aten, sum_to
 from psgrad.engine.transforms.rules.registry import Op, define, replace
 
@@ -31,17 +32,17 @@ def _cdist_y(out: torch.Tensor, x: torch.Tensor, y: torch.Tensor, p: float, comp
 
 
 def _pull(g: torch.Tensor, x: torch.Tensor, y: torch.Tensor, p: float, distances: torch.Tensor) -> torch.Tensor:
-    """The cotangent of `x`, with all leading axes. The kernel wants them spelled out, and everything contiguous."""
+    """The cotangent of `x`, with all leading axes. The kernel does not broadcast."""
     lead = g.shape[:-2]
-    full = [t.expand(*lead, *t.shape[-2:]).contiguous() for t in (x, y)]
-    return aten._cdist_backward.default(g.contiguous(), *full, p, distances.contiguous())
+    full = [t.expand(*lead, *t.shape[-2:]) for t in (x, y)]
+    return run(aten._cdist_backward.default, g, *full, p, distances)  # type: ignore[no-any-return]
 
 
 define(aten._cdist_forward.default, vjp={0: _cdist_x, 1: _cdist_y}, batch=_cdist_batch)
 
 
 def _cdist_backward_batch(batch: Any, op: Op, g: torch.Tensor, x: torch.Tensor, y: torch.Tensor, p: float, distances: torch.Tensor) -> Any:
-    return op(*[batch.physical(t).contiguous() for t in (g, x, y)], p, batch.physical(distances).contiguous())
+    return op(*[batch.physical(t) for t in (g, x, y)], p, batch.physical(distances))
 
 
 define(aten._cdist_backward.default, batch=_cdist_backward_batch)

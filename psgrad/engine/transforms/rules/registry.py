@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from torch._decomp import decomposition_table
 
 from psgrad.engine.transforms import diagnostics
+from psgrad.engine.transforms.dense import on_contiguous_memory
 from psgrad.engine.transforms.operators import Op as Op
 from psgrad.engine.transforms.operators import OpFacts, facts
 from psgrad.engine.transforms.operators import is_composite as is_composite
@@ -135,7 +136,13 @@ def define(
             _derivatives[op] = DerivativeRule(vjp if vjp is not None else {}, instead, jvp or {}, linear)
         if batch is not None:
             assert op not in _batchings, op
-            _batchings[op] = batch
+            _batchings[op] = _on_contiguous_memory(batch, op) if facts(op).contiguous else batch
+
+
+def _on_contiguous_memory(rule: Callable[..., Any], op: Op) -> Callable[..., Any]:
+    """A batching rule whose kernel finds contiguous memory where it reads it so."""
+    kernel = on_contiguous_memory(op, facts(op).contiguous)
+    return lambda batch, _, *args, **kwargs: rule(batch, kernel, *args, **kwargs)
 
 
 def constant(*ops: Op, batch: Callable[..., Any] | None = None, same: Callable[..., Any] | None = None) -> None:
