@@ -336,7 +336,8 @@ def run(op: Op, *args: Any, **kwargs: Any) -> Any:
 
 def handed_on(level: Level | None, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], below: Level | None = None) -> Any:
     """`interpret` for arguments whose highest level is known."""
-    if state.attached:
+    # PyTorch's autograd must know of a view from the start: a value that it follows may be written through the view later.
+    if state.attached or (state.outside is not None and facts(op).is_view):
         with Attached():
             return _handed_on_with_care(level, op, args, kwargs, below)
     said = facts(op)

@@ -1,0 +1,71 @@
+"""Runs many random programs: `python -m tests.random_programs --programs 20000 --seed 1`."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import time
+from collections import Counter
+
+import torch
+
+from tests.random_programs.checking import FAILURES, Outcome, check
+from tests.random_programs.shrinking import shrunk
+from tests.random_programs.writer import write
+
+
+def outcome_of(seed: int) -> tuple[int, Outcome]:
+    return seed, check(write(seed))
+
+
+def _prepare() -> None:
+    torch.set_num_threads(1)
+
+
+def run(first: int, programs: int, processes: int, seconds: float | None = None) -> tuple[Counter[str], list[tuple[int, Outcome]]]:
+    """(how many came to what, the failures) of the programs of seeds `first`, `first + 1`, ..."""
+    counts: Counter[str] = Counter()
+    failures: list[tuple[int, Outcome]] = []
+    start = time.monotonic()
+    context = multiprocessing.get_context("fork")
+    with context.Pool(processes, _prepare) as pool:
+        for seed, outcome in pool.imap_unordered(outcome_of, range(first, first + programs), chunksize=8):
+            counts[outcome.label if outcome.kind not in FAILURES else outcome.kind] += 1
+            if outcome.failed:
+                failures.append((seed, outcome))
+            if seconds is not None and time.monotonic() - start > seconds:
+                break
+    return counts, failures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.random_programs", description=__doc__)
+    parser.add_argument("--programs", type=int, default=20000)
+    parser.add_argument("--seed", type=int, default=0, help="programs have the seeds SEED * 1,000,000, and on")
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--show", type=int, default=10, help="how many failures are made small and printed")
+    parser.add_argument("--one", type=int, help="the program of this very seed, alone")
+    options = parser.parse_args()
+    _prepare()
+    if options.one is not None:
+        program = write(options.one)
+        outcome = check(program)
+        print(program, outcome, sep="\n")
+        if outcome.failed:
+            print("\n# made small\n" + str(shrunk(program)))
+        return int(outcome.failed)
+    start = time.monotonic()
+    counts, failures = run(options.seed * 1_000_000, options.programs, options.processes)
+    seconds = time.monotonic() - start
+    print(f"{sum(counts.values())} programs in {seconds:.0f} s, {sum(counts.values()) / seconds:.1f} a second")
+    for label, count in counts.most_common():
+        print(f"{count:7} {label}")
+    for seed, outcome in sorted(failures, key=lambda failure: failure[0])[: options.show]:
+        print(f"\n# {outcome.kind}: {outcome.words}\n{shrunk(write(seed))}")
+    return int(bool(failures))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

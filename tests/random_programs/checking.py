@@ -1,0 +1,249 @@
+"""Runs a program both ways, and says what came of it.
+
+How far a number may be from the loop's is measured, not assumed: the loop runs again with every value that a statement makes, and every
+cotangent that passes it, moved by one unit in the last place at random. A number may be as far off as a small multiple of what that does.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from psgrad.errors import PsgradError
+from tests.random_programs import queries
+from tests.random_programs.backends import Loops, Ours
+from tests.random_programs.modes import MODES, Case
+from tests.random_programs.programs import Program, Statement
+from tests.random_programs.writer import PER_SAMPLE
+
+EQUAL, BOTH_RAISED, REFUSED, RANGE, ONLY_OURS = "equal", "both raised", "refused by name", "range", "only the loop raised, by a limit of autograd"
+WRONG, INTERNAL, ACCEPTED = "WRONG NUMBER", "INTERNAL ERROR", "ACCEPTED WHAT THE LOOP REFUSES"
+FAILURES = (WRONG, INTERNAL, ACCEPTED)
+
+ROUNDINGS = 4  # how often the loop runs with moved values
+MULTIPLE = 40.0  # of the largest difference that this makes
+UNITS = 64.0  # in the last place, which any number may be off
+
+
+@dataclass(frozen=True)
+class Outcome:
+    kind: str
+    words: str = ""
+
+    @property
+    def failed(self) -> bool:
+        return self.kind in FAILURES
+
+    @property
+    def label(self) -> str:
+        """What is the same for all outcomes of one cause, roughly."""
+        words = re.sub(r"[-+]?[0-9][0-9.e+-]*", "#", self.words.splitlines()[0] if self.words else "")
+        return f"{self.kind}: {words[:150]}" if words else self.kind
+
+
+# What PyTorch's autograd can't do, and we may.
+_LIMITS_OF_AUTOGRAD = re.compile(
+    r"modified by an inplace operation|is a view and is being modified inplace|derivative for .* is not implemented|not implemented for"
+    r"|does not support|backward\(\) of|trying to backward|not differentiable|doesn't support|leaf variable|leaf Variable"
+    r"|the derivative .* is not implemented"
+)
+# Errors that are a program's own fault, or a thing that psgrad refuses, are of these classes.
+_SAID = (PsgradError, RuntimeError, ValueError, TypeError, IndexError, NotImplementedError)
+
+
+def check(program: Program) -> Outcome:
+    """What comes of a program under its transforms."""
+    with quiet():
+        ours, error = attempted(lambda: run_ours(program))
+        plain, plain_error = attempted(lambda: run_loop(program))
+        if error is not None:
+            return _of_error(program, error, plain_error)
+        if plain_error is not None:
+            if _LIMITS_OF_AUTOGRAD.search(str(plain_error)):
+                return Outcome(ONLY_OURS, first_line(plain_error))
+            return Outcome(ACCEPTED, first_line(plain_error))
+        return _compared(program, ours, plain)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def attempted(run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], BaseException | None]:
+    try:
+        return run(), None
+    except Exception as error:
+        return [], error
+
+
+def first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+def run_ours(program: Program, dtype: torch.dtype | None = None) -> list[Tensor]:
+    case = Case.of(program, program.function(), program.values(dtype))
+    if program.mode == PER_SAMPLE:
+        return queries.ours(program, case)
+    return _flat(MODES[program.mode](Ours(), case))
+
+
+def run_loop(program: Program, dtype: torch.dtype | None = None, moved: int | None = None, *, strictly: bool = False) -> list[Tensor]:
+    """The loop's results. moved: a seed by which values are moved. strictly: as PyTorch's autograd runs it without our help."""
+    values = program.values(dtype)
+    after = None
+    if moved is not None:
+        nudge = _Nudge(moved)
+        values = [nudge(x) for x in values]
+        after = nudge.after
+    f = program.function(plain=not strictly, after=after)
+    case = Case.of(program, f, values)
+    if strictly:
+        return _flat(MODES[program.mode](Loops(), case))
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x):
+        return _flat(MODES[program.mode](Loops(), case))
+
+
+def _flat(tree: Any) -> list[Tensor]:
+    return [x.detach() for x in tree_flatten(tree)[0]]
+
+
+class _Nudge:
+    """Moves floating values, and the cotangents that pass, by one unit in the last place or none."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not x.is_floating_point():
+            return x
+        unit = torch.randint(-1, 2, x.shape, generator=self.generator).to(x.dtype) * torch.finfo(x.dtype).eps
+        return x * (1 + unit)
+
+    def after(self, names: dict[str, Any], statement: Statement) -> None:
+        x = names[statement.target]
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return
+        if statement.writes:
+            x.copy_(self(x.clone()))
+        elif not x._is_view() and all(x is not other for name, other in names.items() if name != statement.target):
+            names[statement.target] = self(x)
+
+
+def _of_error(program: Program, error: BaseException, plain_error: BaseException | None) -> Outcome:
+    words = first_line(error)
+    said = isinstance(error, _SAID) and not _is_internal(error)
+    if isinstance(error, PsgradError):
+        return Outcome(REFUSED, words)
+    if plain_error is None and _LIMITS_OF_AUTOGRAD.search(str(error)):
+        plain_error = attempted(lambda: run_loop(program, strictly=True))[1]
+    if plain_error is not None and said:
+        return Outcome(BOTH_RAISED, words)
+    return Outcome(INTERNAL, words)
+
+
+def _is_internal(error: BaseException) -> bool:
+    """Whether Python code of psgrad's raised it, rather than PyTorch or the program."""
+    if isinstance(error, (RuntimeError, NotImplementedError)):
+        return False
+    trace, last = error.__traceback__, ""
+    while trace is not None:
+        last, trace = trace.tb_frame.f_code.co_filename, trace.tb_next
+    return "/psgrad/" in last and "/tests/" not in last
+
+
+def _compared(program: Program, ours: list[Tensor], plain: list[Tensor]) -> Outcome:
+    exact = [torch.zeros_like(x, dtype=torch.float64) for x in plain]
+    if not _differences(program, ours, plain, exact):
+        return Outcome(EQUAL)
+    off = [far + wide for far, wide in zip(_measured(program, plain), _by_wider_numbers(program, plain), strict=True)]
+    found = _differences(program, ours, plain, off)
+    if not found:
+        return Outcome(EQUAL)
+    if program.extreme and program.dtype != torch.float64 and _differs_by_range_alone(program, ours, plain):
+        return Outcome(RANGE, found)
+    return Outcome(WRONG, found)
+
+
+def _measured(program: Program, plain: list[Tensor]) -> list[Tensor]:
+    """How far moved values lead: for each number of the loop's the largest difference, times MULTIPLE."""
+    off = [torch.zeros_like(x, dtype=torch.float64) for x in plain]
+    for seed in range(ROUNDINGS):
+        moved, error = attempted(lambda seed=seed: run_loop(program, moved=seed))
+        if error is not None:
+            continue
+        for far, x, y in zip(off, plain, moved, strict=True):
+            difference = (x.double() - y.double()).abs()
+            torch.maximum(far, torch.where(_same_kind(x, y), difference.nan_to_num(), math.inf), out=far)
+    return [far * MULTIPLE for far in off]
+
+
+def _by_wider_numbers(program: Program, plain: list[Tensor]) -> list[Tensor]:
+    """The loop's own error, as float64 tells it, times four: kernels of one sample and of many round in different places."""
+    zeros = [torch.zeros_like(x, dtype=torch.float64) for x in plain]
+    if program.dtype == torch.float64:
+        return zeros
+    wide, error = attempted(lambda: run_loop(program, torch.float64))
+    if error is not None:
+        return zeros
+    return [4 * (x.double() - y.double()).abs().nan_to_num(0, 0, 0) for x, y in zip(plain, wide, strict=True)]
+
+
+def _differences(program: Program, ours: list[Tensor], plain: list[Tensor], off: Sequence[Tensor]) -> str:
+    """What is different, in words; empty where nothing is."""
+    if program.mode != PER_SAMPLE:
+        pairs = list(zip(plain, off, strict=True))
+    else:
+        names = [program.arguments[i].name for i in program.places(lambda a: a.differentiated)]
+        own = [far + UNITS * torch.finfo(program.dtype).eps * x.double().abs().nan_to_num(0, 0, 0) for x, far in zip(plain, off, strict=True)]
+        pairs = [*zip(plain, off, strict=True), *queries.expected(plain, own, names)]
+    if len(pairs) != len(ours):
+        return f"{len(ours)} results in place of {len(pairs)}"
+    for number, (x, (y, far)) in enumerate(zip(ours, pairs, strict=True)):
+        checks_kind = number < len(plain)
+        if x.shape != y.shape or (checks_kind and x.dtype != y.dtype):
+            return f"result {number} is {tuple(x.shape)} {x.dtype} in place of {tuple(y.shape)} {y.dtype}"
+        if not x.is_floating_point():
+            if not torch.equal(x, y):
+                return f"result {number}: {x.tolist()} in place of {y.tolist()}"
+            continue
+        wrong = _is_wrong(program, x, y, far, as_gradients=checks_kind)
+        if wrong.any():
+            place = tuple(wrong.nonzero()[0].tolist())
+            return f"result {number} at {place}: {x[place].item()!r} in place of {y[place].item()!r}, may be {far[place].item():.3g} off"
+    return ""
+
+
+def _is_wrong(program: Program, x: Tensor, y: Tensor, far: Tensor, *, as_gradients: bool) -> Tensor:
+    finite = x.isfinite() & y.isfinite()
+    unit = max(torch.finfo(x.dtype).eps, torch.finfo(program.dtype).eps)
+    tiny = 1e-300 if program.dtype == torch.float64 else 1e-36
+    allowed = far.nan_to_num(math.inf) + UNITS * unit * y.double().abs() + tiny
+    difference = (x.double() - y.double()).abs()
+    kinds = _same_kind(x, y) if as_gradients else x.isfinite() == y.isfinite()
+    return torch.where(finite, difference > allowed, ~kinds & ~(far == math.inf) & ~(far.isnan()))
+
+
+def _same_kind(x: Tensor, y: Tensor) -> Tensor:
+    """Where both are finite, or both NaN, or the same infinity."""
+    return (x.isfinite() & y.isfinite()) | (x.isnan() & y.isnan()) | (x == y)
+
+
+def _differs_by_range_alone(program: Program, ours: list[Tensor], plain: list[Tensor]) -> bool:
+    """Whether what is wrong in a narrow type is right in float64, whose exponents hold what overflowed."""
+    wide, error = attempted(lambda: run_ours(program, torch.float64))
+    loop, loop_error = attempted(lambda: run_loop(program, torch.float64))
+    if error is not None or loop_error is not None:
+        return False
+    return not _differences(program, wide, loop, [torch.zeros_like(x) + 1e-9 * x.double().abs().nan_to_num(0, 0, 0) for x in loop])
