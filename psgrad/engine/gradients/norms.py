@@ -11,10 +11,12 @@ import torch
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed
 from psgrad.engine.gradients.doubts import is_noting, is_trusting, samples_where
 from psgrad.engine.gradients.pairs import cross_products
-from psgrad.engine.gradients.terms import CANCELLATION, Term
+from psgrad.engine.gradients.terms import CANCELLATION, Term, blocks, square_norm
 
 # Squares leave float32's range long before gradients do.
 _TINY = 1e-30
+# A difference of float64 inner products that is less than this share of them is off by more than 1e-10.
+_LOST = 1e-3
 # Norms that Python looks through sooner than a kernel is called.
 _FEW = 128
 
@@ -29,17 +31,32 @@ def square_norms(gradients: Sequence[DeferredGradient]) -> list[Any]:
 def _of_sum(terms: Sequence[Placed], norms: Sequence[torch.Tensor]) -> torch.Tensor:
     """[n] float64: the squared norms of a sum, of which those of its terms are known.
 
-    Taken again in float64 for the samples in which the terms cancel, or whose products left the range of float32.
+    Taken again in float64 for the samples in which the terms cancel, or whose products left the range of float32; and from the
+    materialised value where they cancel so far that a difference of inner products has lost its digits in float64, too.
     """
     if len(terms) == 1:
         return norms[0]
     alone = torch.stack(list(norms)).sum(0)
     total = alone + 2 * _pairs(terms)
     doubtful = ~torch.isfinite(total) | (total < CANCELLATION * alone) | ((alone > 0) & (alone < _TINY))
-    if terms[0].term.dtype != torch.float64 and len(samples := samples_where(doubtful)):
+    if len(samples := samples_where(doubtful)):
         exact = [Placed(placed.term.at(samples, torch.float64), placed.layout) for placed in terms]
-        total[samples] = torch.stack([placed.term.square_norms() for placed in exact]).sum(0) + 2 * _pairs(exact)
+        alone = torch.stack([placed.term.square_norms() for placed in exact]).sum(0)
+        total[samples] = alone + 2 * _pairs(exact)
+        lost = torch.nonzero(total[samples] < _LOST * alone).squeeze(1)
+        if len(lost):
+            total[samples[lost]] = _materialised([Placed(placed.term.at(lost), placed.layout) for placed in exact])
     return total.clamp_(min=0)  # rounding may leave a tiny negative number
+
+
+def _materialised(terms: Sequence[Placed]) -> torch.Tensor:
+    """[n] float64: the squared norms of a sum of terms in float64, from its value, which no cancellation spoils."""
+    size = 3 * math.prod(terms[0].layout.shape) * torch.float64.itemsize
+    parts = []
+    for block in blocks(terms[0].term.samples, size, terms[0].term.device):
+        values = [placed.layout.apply(placed.term.at(block).materialise(), lead=1) for placed in terms]
+        parts.append(square_norm(torch.stack(values).sum(0)))
+    return torch.cat(parts)
 
 
 def _pairs(terms: Sequence[Placed]) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from psgrad.engine.gradients.bounded_sums import absolute_sum
 from psgrad.engine.gradients.deferral import DeferredGradient, WeightDeferral, deferred_in
 from psgrad.engine.gradients.norms import square_norms
 from psgrad.engine.gradients.placed import term_of
@@ -65,18 +66,19 @@ def per_sample_square_norms(
     in_dims: Any = 0,
     has_aux: bool = False,
     randomness: str = "error",
+    absolute: bool = False,
 ) -> SquareNorms:
-    """The squared norms alone, with the arguments of `per_sample_gradients`.
+    """The squared norms alone, with the arguments of `per_sample_gradients`. absolute: whether `SquareNorms.absolute` is found, too.
 
     Each parameter's gradient is contracted as soon as the pass back has all of it, and dropped: the factors of all parameters never
     exist together.
     """
-    norms = NormsByName()
+    norms = NormsByName(absolute)
     job = Pass(loss, params, batch, in_dims, has_aux, randomness)
     try:
         losses, aux = job.run(norms.add)
     except Divergence as divergence:
-        again = partial(per_sample_square_norms, loss, params, in_dims=in_dims, has_aux=has_aux, randomness=randomness)
+        again = partial(per_sample_square_norms, loss, params, in_dims=in_dims, has_aux=has_aux, randomness=randomness, absolute=absolute)
         return job.split(divergence, again, SquareNorms.of_groups)
     return norms.of(params, losses, aux)
 
@@ -84,8 +86,9 @@ def per_sample_square_norms(
 class NormsByName:
     """Squared norms, parameter by parameter as the pass back completes them."""
 
-    def __init__(self) -> None:
+    def __init__(self, absolute: bool = False) -> None:
         self.found: dict[str, torch.Tensor] = {}
+        self.absolute: dict[str, torch.Tensor] | None = {} if absolute else None
         self.computed_as: dict[str, str] = {}
 
     def add(self, name: str, gradient: DeferredGradient) -> None:
@@ -96,12 +99,16 @@ class NormsByName:
             self.found[name] = torch.linalg.vector_norm(value, dim=1, dtype=torch.float64).square_()
         elif terms:
             self.found[name] = square_norms([gradient])[0]
+        if self.absolute is not None and terms:
+            once = len(terms) == 1 and terms[0].term.summands == 1  # nothing is added up
+            self.absolute[name] = self.found[name].sqrt() if once else absolute_sum(gradient)
         self.computed_as[name] = gradient.describe()
 
     def of(self, names: Iterable[str], losses: torch.Tensor, aux: Any) -> SquareNorms:
         """Those of all parameters, in order."""
         zero = torch.zeros(losses.shape, dtype=torch.float64, device=losses.device)
-        return SquareNorms({name: self.found.get(name, zero) for name in names}, losses, aux, self.computed_as)
+        absolute = {} if self.absolute is None else {name: self.absolute.get(name, zero) for name in names}
+        return SquareNorms({name: self.found.get(name, zero) for name in names}, losses, aux, self.computed_as, absolute)
 
 
 # Entries of a parameter (a bias or its like) whose norm is taken in float64 at once, where it needs no vetting.

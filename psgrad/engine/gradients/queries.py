@@ -6,7 +6,7 @@ import difflib
 import fnmatch
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 
@@ -227,19 +227,22 @@ class SquareNorms:
         by_parameter: name -> [n] float64, the squared norms.
         losses, aux: as in PerSampleGradients.
         computed_as: name -> how its norms were computed.
+        absolute: name -> [n] float64, what the rounding of norms and sums is proportional to (`bounded_sums.absolute_sum`); empty where
+            nobody asked for it.
     """
 
     by_parameter: dict[str, torch.Tensor]
     losses: torch.Tensor
     aux: Any
     computed_as: dict[str, str]
+    absolute: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
     def of_groups(cls, parts: list[SquareNorms], groups: list[torch.Tensor]) -> SquareNorms:
         """The norms of groups of samples as one; `groups` holds each one's places."""
-        norms, losses, aux = _in_order([(part.by_parameter, part.losses, part.aux) for part in parts], groups)
+        norms, losses, aux, absolute = _in_order([(part.by_parameter, part.losses, part.aux, part.absolute) for part in parts], groups)
         ways = {name: " | ".join(dict.fromkeys(part.computed_as[name] for part in parts)) for name in parts[0].computed_as}
-        return cls(norms, losses, aux, ways)
+        return cls(norms, losses, aux, ways, absolute)
 
     def __len__(self) -> int:
         return int(self.losses.shape[0])

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from psgrad.engine.gradients.bounded_sums import bounded_sum
 from psgrad.engine.gradients.memory import free_memory
 from psgrad.engine.gradients.per_sample import NormsByName, Pass, per_sample_square_norms
 from psgrad.engine.gradients.placed import DeferredGradient
@@ -47,6 +48,7 @@ def per_sample_weighted_sum(
     has_aux: bool = False,
     randomness: str = "error",
     memory: float | None = None,
+    bounded: bool = False,
 ) -> WeightedSum:
     """The sum over samples of their gradients, each times a weight that follows from the norms: `weights(norms)` is [n], or name -> [n]
     where parameters have weights of their own.
@@ -61,12 +63,16 @@ def per_sample_weighted_sum(
     with every operator on the way back (with eight bits where those run in bfloat16), so that its sum is of other gradients than the
     norms were. Both ways give the same numbers, to rounding, and draw the same random numbers.
 
+    With `bounded`, sums are float64, and what a sample adds to a parameter's sum is no longer than its weight times the norm that the
+    weight was made from, in spite of rounding (`bounded_sums`): the norm is measured of the numbers that are summed, in a second pass
+    too. A sample whose weights are all 0 is left out, whatever it holds, and `norms.absolute` is there for the weights to look at.
+
     The other arguments are those of `per_sample_gradients`.
     """
     kept = _Kept(memory, next(iter(params.values())).device)
     before = generators.states() if randomness != "error" else None
     job = Pass(loss, params, batch, in_dims, has_aux, randomness)
-    found = NormsByName()
+    found = NormsByName(absolute=bounded)
 
     def complete(name: str, gradient: DeferredGradient) -> None:
         gradient = gradient if kept.full else settled(gradient)
@@ -80,16 +86,15 @@ def per_sample_weighted_sum(
         kept.give_up()
         if before is not None:
             generators.restore(before)
-        norms = per_sample_square_norms(loss, params, *batch, in_dims=in_dims, has_aux=has_aux, randomness=randomness)
+        norms = per_sample_square_norms(loss, params, *batch, in_dims=in_dims, has_aux=has_aux, randomness=randomness, absolute=bounded)
     given = weights(norms)
-    factors = _by_name(given, list(params), norms)
-    clean = _clean(norms, factors)
+    summing = _Summing(_by_name(given, list(params), norms), norms, bounded)
     if not kept.full:
-        return WeightedSum(_sums(kept.gradients, list(params), factors, clean), norms, given, recomputed=False)
+        return WeightedSum(_sums(kept.gradients, list(params), summing), norms, given, recomputed=False)
     after = generators.states() if before is not None else None
     if before is not None:
         generators.restore(before)
-    sums = _summed_again(loss, params, batch, factors, clean, in_dims, has_aux, randomness)
+    sums = _summed_again(loss, params, batch, summing, in_dims, has_aux, randomness)
     if after is not None:
         generators.restore(after)
     return WeightedSum(sums, norms, given, recomputed=True)
@@ -154,31 +159,39 @@ def _checked(weights: torch.Tensor, norms: SquareNorms) -> torch.Tensor:
     return weights
 
 
-def _clean(norms: SquareNorms, weights: WeightsByName) -> torch.Tensor | None:
-    """The samples [k] that take part in the sum; None for all. Nothing times infinity is no number: a sample whose norm is not finite
-    and whose weights are all zero is left out.
+class _Summing:
+    """How each parameter's gradient is summed: with its weights, over the samples that take part.
+
+    Nothing times infinity is no number: a sample whose weights are all zero is left out where its norm is not finite, and of a bounded
+    sum in any case.
     """
-    finite = torch.isfinite(norms.square_norms())
-    if bool(finite.all()):
-        return None
-    weighted = torch.stack([value != 0 for value in {id(value): value for value in weights.values()}.values()]).any(0)
-    return torch.nonzero(finite | weighted).squeeze(1)
+
+    def __init__(self, weights: WeightsByName, norms: SquareNorms, bounded: bool) -> None:
+        self._weights, self._norms, self._bounded = weights, norms, bounded
+        weighted = torch.stack([value != 0 for value in {id(value): value for value in weights.values()}.values()]).any(0)
+        taken = weighted if bounded else weighted | torch.isfinite(norms.square_norms())
+        self._taken = None if bool(taken.all()) else taken
+        self.samples = len(norms)
+
+    def of(self, name: str, gradient: DeferredGradient, places: torch.Tensor | None = None) -> torch.Tensor:
+        """[*shape]: the weighted sum of the gradient in a parameter. places: of its samples among all; None where they are all there."""
+        if self._taken is not None:
+            own = self._taken if places is None else self._taken[places]
+            chosen = torch.nonzero(own).squeeze(1)
+            gradient, places = gradient.at(chosen), chosen if places is None else places[chosen]
+        weights, square_norms = self._weights[name], self._norms.by_parameter[name]
+        if places is not None:
+            weights, square_norms = weights[places], square_norms[places]
+        return bounded_sum(gradient, weights, square_norms.sqrt()) if self._bounded else gradient.weighted_sum(weights)
 
 
-def _sum(gradient: DeferredGradient, weights: torch.Tensor, clean: torch.Tensor | None) -> torch.Tensor:
-    """[*shape]: the weighted sum over the samples that take part."""
-    return gradient.weighted_sum(weights) if clean is None else gradient.at(clean).weighted_sum(weights[clean])
-
-
-def _sums(
-    kept: dict[str, DeferredGradient], names: list[str], weights: WeightsByName, clean: torch.Tensor | None
-) -> dict[str, torch.Tensor]:
+def _sums(kept: dict[str, DeferredGradient], names: list[str], summing: _Summing) -> dict[str, torch.Tensor]:
     """name -> [*shape]; each parameter's gradient is dropped as soon as its sum is there.
 
     In the order of the pass back, as they were kept: a layer's input is the next one's output, and goes with the last of the two, so that
     the first layers' sums, mostly the last to come, don't meet the last layers' factors.
     """
-    sums = {name: _sum(kept.pop(name), weights[name], clean) for name in list(kept)}
+    sums = {name: summing.of(name, kept.pop(name)) for name in list(kept)}
     return {name: sums[name] for name in names}
 
 
@@ -186,8 +199,7 @@ def _summed_again(
     loss: Callable[..., Any],
     params: Mapping[str, torch.Tensor],
     batch: tuple[Any, ...],
-    weights: WeightsByName,
-    clean: torch.Tensor | None,
+    summing: _Summing,
     in_dims: Any,
     has_aux: bool,
     randomness: str,
@@ -202,15 +214,14 @@ def _summed_again(
         """The sum over some of the samples, whose places come with them: a branch may split them."""
         places: torch.Tensor = some[-1]
         sums: dict[str, torch.Tensor] = {}
-        taken = None if clean is None else torch.nonzero(torch.isin(places, clean)).squeeze(1)
         job = Pass(of_one, params, some, dims, has_aux, randomness)
         try:
-            job.run(lambda name, gradient: sums.__setitem__(name, _sum(gradient, weights[name][places], taken)))
+            job.run(lambda name, gradient: sums.__setitem__(name, summing.of(name, gradient, places)))
         except Divergence as divergence:
             return job.split(divergence, summed, lambda parts, _: _added(parts))
         return {name: sums[name] for name in params}
 
-    return summed(*batch, torch.arange(len(next(iter(weights.values()))), device=next(iter(params.values())).device))
+    return summed(*batch, torch.arange(summing.samples, device=next(iter(params.values())).device))
 
 
 def _added(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

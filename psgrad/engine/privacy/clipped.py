@@ -1,13 +1,26 @@
-"""The clipped sum of one chunk of records: in one pass, and again by halves, down to single records, where one of them spoils it.
+"""The clipped sum of one chunk of records, in which no record's part is longer than its bound, as the numbers are, rounding included.
 
-A norm that is finite promises a clipped gradient that is. But what it is made of may leave the range of float32 on the way, where large
-factors are multiplied before the weight makes them small, or huge contributions cancel. Such a record is found, and written out by itself
-in float64. If it is no number there, either, it adds nothing; nothing that it holds reaches the sum of the others.
+For a record with the norms a (by parameter) and the factor w of a group with bound C:
+
+1. w * |a| <= (1 - MARGIN) * C, by `Clipping.factors`, in float64 (to 2^-50).
+2. What the record adds to a parameter's sum is no longer than w * (a + e), by `bounded_sum`: the norm is measured of the numbers that are
+   added up. Here e = (k + c) * 2^-53 * S, S being the absolute sum of the record's gradient and k at most ROWS + the pieces of the batch.
+3. w * S <= MOST_ABSOLUTE * C is looked up for each record. Where it does not hold, as the record's positions cancel, or the numbers leave
+   float32's range, the record is computed alone: a pass of its own, whose gradient is materialised in float64, and norm and part are
+   those of this one tensor. In such a record the last digits of the factors decide the whole gradient, and they depend on what else
+   is in a chunk; alone it has no company.
+4. Sums are float64 from the first product to `ClippedSum.sums`, over chunks too. Two sums of N and N - 1 records differ by the one
+   record's part and the rounding of both, at most 2 * k * 2^-53 * N * R * C, with R the mean of w * S / C (1 where nothing cancels).
+
+Together the sum moves by at most (1 - MARGIN) * C + (MOST_ABSOLUTE + 2 * N * R) * (k + c) * 2^-53 * C, which is at most C as long as
+N * R * k <= 2^30: with k = ROWS = 2^11, half a million records. The factors (what the pass forward and back computes) are taken as they
+are: that they may be rounded a little differently in other company is not covered; on a grid it is, where each record is computed alone.
+
+A record whose gradient is no finite number adds nothing, and nothing that it holds reaches the sum of the others.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,17 +28,21 @@ from typing import Any
 import torch
 
 from psgrad.engine.gradients import PerSampleGradients, SquareNorms, per_sample_gradients, per_sample_weighted_sum
+from psgrad.engine.gradients.bounded_sums import in_type
 from psgrad.engine.gradients.per_sample import Pass
-from psgrad.engine.gradients.placed import DeferredGradient, Placed
-from psgrad.engine.gradients.terms import accumulating_dtype
-from psgrad.engine.privacy.clipping import Clipping
+from psgrad.engine.gradients.placed import DeferredGradient
+from psgrad.engine.gradients.terms import square_norm
+from psgrad.engine.privacy.clipping import MARGIN, Clipping
 from psgrad.engine.privacy.discrete import round_to_grid, tightened
 from psgrad.engine.privacy.float32 import full_float32, with_autocast_inside
 
 Sums = dict[str, torch.Tensor]
 
-# Factors below it are of gradients whose squares are no numbers in float32.
-_TINY = 2.0**-60
+# How many times its bound the absolute sum of a clipped record may be, before it is computed alone: rounding of the factors to float32 then
+# turns its gradient by less than 2^-13.
+MOST_ABSOLUTE = 2.0**10
+# Absolute sums above it are of numbers that may leave float32's range.
+_LARGEST = 2.0**100
 
 
 @dataclass(frozen=True)
@@ -58,14 +75,22 @@ class RecordColumns:
             return cls(none, none, none.reshape(0, groups), none.bool())
         return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in ("norms", "losses", "factors", "below")))
 
+    def with_record(self, place: int, other: RecordColumns) -> RecordColumns:
+        """The same with another's only record at one place."""
+        where = torch.tensor([place])
+        return RecordColumns(
+            *(getattr(self, name).index_copy(0, where, getattr(other, name)) for name in ("norms", "losses", "factors", "below"))
+        )
+
 
 @dataclass(frozen=True)
 class ClippedSum:
     """The sum of the clipped gradients of some records, without noise.
 
     Attributes:
-        sums: name -> [*shape] on the parameters' device, in at least float32; int64, in steps of the grid, where the clipping has one.
-            Always finite.
+        sums: name -> [*shape] float64 on the parameters' device; int64, in steps of the grid, where the clipping has one. Always finite.
+            They become a parameter's type with noise on them, not before: rounding to float32 would move a sum of N records by N * 2^-24
+            of the bound.
         records: what is known of each record.
     """
 
@@ -74,7 +99,7 @@ class ClippedSum:
 
 
 class Total:
-    """Clipped sums, added up. Numbers that are rounded are added in float64, so that it doesn't show how many there were."""
+    """Clipped sums, added up in float64, or as integers."""
 
     def __init__(self, clipping: Clipping, params: Mapping[str, torch.Tensor]) -> None:
         self._clipping, self._params = clipping, params
@@ -86,19 +111,16 @@ class Total:
             self._sums = part.sums
         else:
             if len(self._records) == 1:
-                wide = torch.float64 if self._clipping.grid is None else torch.int64
-                self._sums = {name: value.to(wide, copy=True) for name, value in self._sums.items()}
+                self._sums = {name: value.clone() for name, value in self._sums.items()}
             for name, value in self._sums.items():
                 value.add_(part.sums[name])
         self._records.append(part.records)
 
     def found(self) -> ClippedSum:
-        """The sum, zero where nothing was added: float32, or float64 where the parameter is, or int64."""
-        sums = {}
-        for name, parameter in self._params.items():
-            kind = torch.int64 if self._clipping.grid is not None else accumulating_dtype(parameter.dtype)
-            sums[name] = self._sums[name].to(kind) if self._sums else torch.zeros(parameter.shape, dtype=kind, device=parameter.device)
-        return ClippedSum(sums, RecordColumns.joined(self._records, len(self._clipping.groups)))
+        """The sum, zero where nothing was added."""
+        kind = torch.float64 if self._clipping.grid is None else torch.int64
+        sums = self._sums or {name: torch.zeros(value.shape, dtype=kind, device=value.device) for name, value in self._params.items()}
+        return ClippedSum({name: sums[name] for name in self._params}, RecordColumns.joined(self._records, len(self._clipping.groups)))
 
 
 class Clipper:
@@ -127,47 +149,50 @@ class Clipper:
             return self._clipped(loss, params, batch, {"in_dims": in_dims, "has_aux": has_aux, "randomness": randomness})
 
     def _clipped(self, loss: Any, params: Mapping[str, torch.Tensor], batch: tuple[Any, ...], options: dict[str, Any]) -> ClippedSum:
-        """In one pass if that may be done, else by halves."""
+        """In one pass, but for the records that are computed alone: all of them on a grid."""
         job = Pass(loss, params, batch, **options)
-        count, device = job.level.size, next(iter(params.values())).device
-        total = Total(self.clipping, params)
-        if self.clipping.grid is not None:
-            inside = _inside_the_grid(self.clipping, params)
-            for rows in torch.arange(count, device=device).split(1):
-                total.add(_alone(inside, per_sample_gradients(loss, params, *job.batch_of(rows), **options), torch.float64))
-            return total.found()
-        found = self._at_once(loss, params, batch, options)
-        if found is not None:
-            return found
-        if count == 1:
-            return _alone(self.clipping, per_sample_gradients(loss, params, *batch, **options), _precision(params))
-        for rows in torch.arange(count, device=device).tensor_split(2):
-            total.add(self._clipped(loss, params, job.batch_of(rows), options))
-        return total.found()
 
-    def _at_once(self, loss: Any, params: Mapping[str, torch.Tensor], batch: tuple[Any, ...], options: dict[str, Any]) -> ClippedSum | None:
-        """The clipped sum of all records together; None where that may not be done."""
+        def alone(clipping: Clipping, place: int) -> ClippedSum:
+            row = torch.tensor([place], device=next(iter(params.values())).device)
+            return _alone(clipping, per_sample_gradients(loss, params, *job.batch_of(row), **options))
+
+        if self.clipping.grid is not None:
+            total, inside = Total(self.clipping, params), _inside_the_grid(self.clipping, params)
+            for place in range(job.level.size):
+                total.add(alone(inside, place))
+            return total.found()
+        sums, records, cancelling = self._at_once(loss, params, batch, options)
+        for place in cancelling:
+            one = alone(self.clipping, place)
+            sums = {name: value.add_(one.sums[name]) for name, value in sums.items()}
+            records = records.with_record(place, one.records)
+        return ClippedSum(sums, records)
+
+    def _at_once(
+        self, loss: Any, params: Mapping[str, torch.Tensor], batch: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[Sums, RecordColumns, list[int]]:
+        """(the clipped sum of the records that may be summed together, all records' columns, the places of the others)."""
         chosen: list[_Chosen] = []
+        others: list[int] = []
 
         def weights(norms: SquareNorms) -> dict[str, torch.Tensor]:
-            chosen.append(_Chosen.of(self.clipping, norms.by_parameter, _precision(params)))
-            return self.clipping.by_parameter(chosen[0].factors)
+            chosen.append(_Chosen.of(self.clipping, norms.by_parameter))
+            cancelling = chosen[0].cancelling(norms.absolute)
+            others.extend(torch.nonzero(cancelling).flatten().tolist())
+            return self.clipping.by_parameter(chosen[0].factors.masked_fill(cancelling, 0.0))
 
-        found = per_sample_weighted_sum(loss, params, *batch, weights=weights, memory=self.memory, **options)
-        if not _all_finite(found.sums) or chosen[0].is_extreme():
-            return None
-        return ClippedSum(found.sums, chosen[0].columns(found.norms.losses))
+        found = per_sample_weighted_sum(loss, params, *batch, weights=weights, memory=self.memory, bounded=True, **options)
+        return found.sums, chosen[0].columns(found.norms.losses), others
 
 
-def _alone(clipping: Clipping, gradients: PerSampleGradients, precision: torch.dtype) -> ClippedSum:
-    """The clipped gradient of one record, written out in float64, and rounded to the grid if there is one; zero if it is not finite.
+def _alone(clipping: Clipping, gradients: PerSampleGradients) -> ClippedSum:
+    """The clipped gradient of one record, materialised in float64, and rounded to the grid if there is one; zero if it is not finite.
 
-    precision: what it will be added up in. Integers promise that a record moves the sum by its own gradient and nothing else, which is
-    why those that are rounded are computed by themselves, too: kernels round the gradients of a batch by its size.
+    Integers promise that a record moves the sum by its own gradient and nothing else, which is why those that are rounded are computed by
+    themselves, too: kernels round the gradients of a batch by its size.
     """
     values = {name: _in_float64(gradient) for name, gradient in gradients.gradients.items()}
-    square_norms = {name: value.square().sum().reshape(1) for name, value in values.items()}
-    chosen = _Chosen.of(clipping, square_norms, precision, rounded=False)
+    chosen = _Chosen.of(clipping, {name: square_norm(value) for name, value in values.items()})
     factors = clipping.by_parameter(chosen.factors)
     sums = {name: torch.where(factors[name] == 0, 0.0, value * factors[name])[0] for name, value in values.items()}
     if clipping.grid is not None:
@@ -184,27 +209,30 @@ class _Chosen:
     factors: torch.Tensor
 
     @classmethod
-    def of(cls, clipping: Clipping, square_norms: Mapping[str, torch.Tensor], precision: torch.dtype, rounded: bool = True) -> _Chosen:
-        """precision, rounded: as for `Clipping.factors`."""
+    def of(cls, clipping: Clipping, square_norms: Mapping[str, torch.Tensor]) -> _Chosen:
+        """On a grid sums are exact, and there is nothing but a record's own rounding to leave room for."""
         norms = clipping.group_norms(square_norms)
-        return cls(clipping, norms, clipping.factors(norms, precision, rounded=rounded))
+        return cls(clipping, norms, clipping.factors(norms, rounded=False, margin=MARGIN if clipping.grid is None else None))
 
-    def is_extreme(self) -> bool:
-        """Whether a factor is so small that it, or what it multiplies, leaves float32's range at its lower end, and loses its digits."""
-        small = (self.factors < _TINY) & torch.isfinite(self.norms).all(0)  # where they are not, it is zero, and shall be
-        return bool(small.any())
+    def cancelling(self, absolute: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """[n] bool: the records whose clipped absolute sums, given by parameter, are too large beside their bounds."""
+        places = self.clipping.by_parameter(torch.arange(len(self.clipping.groups)))
+        sums = torch.zeros_like(self.norms).index_add_(
+            0, torch.stack([places[name] for name in absolute]).to(self.norms.device), torch.stack(list(absolute.values()))
+        )
+        small = (sums * self.factors <= MOST_ABSOLUTE * self._bounds) & (sums <= _LARGEST)
+        return ~small.all(0) & torch.isfinite(self.norms).all(0)
+
+    @property
+    def _bounds(self) -> torch.Tensor:
+        """[groups, 1]"""
+        return self.norms.new_tensor([group.bound for group in self.clipping.groups]).unsqueeze(1)
 
     def columns(self, losses: torch.Tensor) -> RecordColumns:
-        bounds = self.norms.new_tensor([group.bound for group in self.clipping.groups]).unsqueeze(1)
-        below = (self.norms <= bounds).all(0)
+        below = (self.norms <= self._bounds).all(0)
         return RecordColumns(
             torch.linalg.vector_norm(self.norms, dim=0).cpu(), losses.detach().double().cpu(), self.factors.t().cpu(), below.cpu()
         )
-
-
-def _precision(params: Mapping[str, torch.Tensor]) -> torch.dtype:
-    """The type that all sums can be told from their rounding in: float32 where any of them is in float32."""
-    return torch.float64 if all(value.dtype == torch.float64 for value in params.values()) else torch.float32
 
 
 def _inside_the_grid(clipping: Clipping, params: Mapping[str, torch.Tensor]) -> Clipping:
@@ -221,13 +249,4 @@ def _in_float64(gradient: DeferredGradient) -> torch.Tensor:
     """[1, *shape], multiplied and summed in float64."""
     if not gradient.terms:
         return torch.zeros(1, *gradient.shape, dtype=torch.float64, device=gradient.device)
-    terms = [Placed(placed.term.at(slice(None), torch.float64), placed.layout) for placed in gradient.terms]
-    return DeferredGradient(tuple(terms), gradient.shape, torch.float64, gradient.device).materialise()
-
-
-def _all_finite(sums: Sums) -> bool:
-    """Whether no entry is infinite or NaN: neither gets lost in a sum, and entries that are clipped don't add up to infinity."""
-    totals = [value.sum() for value in sums.values()]
-    if all(total.device.type == "cpu" for total in totals):
-        return all(math.isfinite(float(total)) for total in totals)
-    return bool(torch.stack([total.double() for total in totals]).isfinite().all())
+    return in_type(gradient, slice(None), torch.float64).materialise()

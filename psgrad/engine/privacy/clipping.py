@@ -23,9 +23,9 @@ from psgrad.errors import ConfigError
 
 Rule = Literal["clip", "automatic"]
 
-# What a clipped norm is kept below its bound, relative to it: the rounding of a norm, of a factor times a weight, and of the sum over
-# positions. On nine networks what a record adds was off by at most 0.4 of this, in float32 and with autocast to bfloat16. Where all entries
-# are the same number (a blank image, the gradient of a plain sum) all are rounded alike, and it was off by up to 2^-18.5 in float32.
+# What a clipped norm is kept below its bound, relative to it. MARGIN is that of `clipped.Clipper`, which says what it covers. The others
+# are for sums that are somebody else's, in this type: the usual rounding of a factor and of a product.
+MARGIN = 2.0**-21
 _MARGIN = {torch.float32: 2.0**-21, torch.float64: 2.0**-48}
 # Bounds outside of this leave float32 no room for the sum over a batch, or for its noise.
 _SMALLEST, _LARGEST = 1e-20, 1e20
@@ -179,14 +179,16 @@ class Clipping:
         index = torch.tensor([places[name] for name in square_norms], device=squares.device)
         return squares.new_zeros(len(self.groups), squares.shape[1]).index_add_(0, index, squares).sqrt_()
 
-    def factors(self, group_norms: torch.Tensor, precision: torch.dtype = torch.float64, *, rounded: bool = True) -> torch.Tensor:
+    def factors(
+        self, group_norms: torch.Tensor, precision: torch.dtype = torch.float64, *, rounded: bool = True, margin: float | None = None
+    ) -> torch.Tensor:
         """[groups, n] float64: the factor of each record in each group, from the norms [groups, n].
 
-        precision: what gradients are summed in, float32 or float64. The factors are so much smaller than the rule says that the norm of
-        what is summed keeps to the bound in spite of its rounding. rounded: whether the factors are numbers of this type, rounded towards
-        zero, as gradients are multiplied in it, too.
+        precision: what gradients are multiplied and summed in, float32 or float64. rounded: whether the factors are numbers of this type,
+        rounded towards zero. margin: what the bound is lowered by, relative to it; None for one of this precision.
         """
-        bounds = group_norms.new_tensor([group.bound for group in self.groups]).unsqueeze(1) * (1 - _MARGIN[precision])
+        kept = 1 - (_MARGIN[precision] if margin is None else margin)
+        bounds = group_norms.new_tensor([group.bound for group in self.groups]).unsqueeze(1) * kept
         factors = bounds / (group_norms + self.stability) if self.rule == "automatic" else (bounds / group_norms).clamp_(max=1)
         finite = torch.isfinite(group_norms).all(0)
         return torch.where(finite, rounded_down(factors, precision) if rounded else factors, 0.0)

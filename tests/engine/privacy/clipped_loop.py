@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from psgrad.engine.privacy.clipping import Clipping
+from psgrad.engine.privacy.clipping import MARGIN, Clipping
 from tests.models import Architecture
 from tests.oracles import Gradients, one_sample_gradients
 
@@ -31,12 +31,12 @@ def median_norm(gradients: Gradients) -> float:
 
 
 def clipped_loop(gradients: Gradients, clipping: Clipping) -> Gradients:
-    """name -> [*shape]: a record after the other, each group scaled to its bound where its norm is larger."""
+    """name -> [*shape]: a record after the other, each group scaled to its bound, less the margin, where its norm is larger."""
     sums = {name: torch.zeros_like(value[0]) for name, value in gradients.items()}
     for record in range(len(next(iter(gradients.values())))):
         for group in clipping.groups:
             norm = torch.cat([gradients[name][record].flatten() for name in group.parameters]).norm()
-            factor = min(1.0, group.bound / float(norm)) if norm > 0 else 1.0
+            factor = min(1.0, group.bound * (1 - MARGIN) / float(norm)) if norm > 0 else 1.0
             for name in group.parameters:
                 sums[name] += factor * gradients[name][record]
     return sums

@@ -18,7 +18,7 @@ from psgrad.engine.gradients import streaming
 from psgrad.engine.gradients.streaming import Stream
 from psgrad.engine.objective import Objective
 from psgrad.engine.privacy import clipped as module
-from psgrad.engine.privacy.clipping import Clipping
+from psgrad.engine.privacy.clipping import MARGIN, Clipping
 from psgrad.engine.privacy.source import ClippedSum, GradientSource, batch_source, stream_source
 from psgrad.engine.transforms import functional_call
 from psgrad.errors import ModelError
@@ -91,7 +91,7 @@ def test_the_columns_tell_of_each_record_in_order(model: nn.Module, batch: tuple
     ).cpu()
     bound = clipping.groups[0].bound
     torch.testing.assert_close(found.records.norms, norms.norm(dim=1), rtol=1e-10, atol=0)
-    torch.testing.assert_close(found.records.factors, (bound / norms).clamp(max=1), rtol=1e-10, atol=0)
+    torch.testing.assert_close(found.records.factors, (bound * (1 - MARGIN) / norms).clamp(max=1), rtol=1e-10, atol=0)
     torch.testing.assert_close(found.records.losses, F.cross_entropy(model(batch[0]), batch[1], reduction="none").detach().cpu())
     assert found.records.below.tolist() == (norms <= bound).all(1).tolist()
     assert 0 < found.records.below.sum() < RECORDS
@@ -157,11 +157,11 @@ def test_a_record_that_fails_is_named(model: nn.Module, batch: tuple[Tensor, Ten
         stream_source(stream_of(model, batch, chunk_size=4), RECORDS)(Clipping.flat(names_of(model), 1.0))
 
 
-def test_the_sums_of_half_precision_parameters_are_float32() -> None:
+def test_the_sums_of_half_precision_parameters_are_float64() -> None:
     params = {"w": torch.randn(4, 3).bfloat16(), "unused": torch.zeros(2).bfloat16()}
     source = batch_source(lambda p, x: (p["w"] @ x).square().sum(), params, torch.randn(5, 3).bfloat16())
     found = source(Clipping.flat(params, 1e-3))
-    assert {value.dtype for value in found.sums.values()} == {torch.float32}
+    assert {value.dtype for value in found.sums.values()} == {torch.float64}
     assert group_norms(found.sums, Clipping.flat(params, 5e-3))[0] <= 5e-3
     assert not found.sums["unused"].any()
 
@@ -236,21 +236,21 @@ def test_a_batch_of_nothing_but_bad_records_sums_to_zero(model: nn.Module, batch
         assert not found.records.below.any()
 
 
-def test_good_halves_of_a_spoilt_chunk_are_not_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 64 records with one that spoils the sum, six halvings find it: two passes of all the records, and a dozen passes in all."""
+def test_only_a_record_that_cancels_is_computed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 64 records one cancels: it takes a pass of its own, and the others one together."""
     x, k = planted([1e38, 1e38], [1e30, -1e30])
     rows = torch.tensor([0] * 40 + [PLACE] + [1] * 23)
-    real, sizes = module.per_sample_weighted_sum, []
+    sizes: dict[str, list[int]] = {"per_sample_weighted_sum": [], "per_sample_gradients": []}
+    for name, seen in sizes.items():
+        real = getattr(module, name)
 
-    def counted(*arguments: Any, **options: Any) -> Any:
-        sizes.append(len(arguments[2]))
-        return real(*arguments, **options)
+        def counted(*arguments: Any, real: Any = real, seen: list[int] = seen, **options: Any) -> Any:
+            seen.append(len(arguments[2]))
+            return real(*arguments, **options)
 
-    monkeypatch.setattr(module, "per_sample_weighted_sum", counted)
+        monkeypatch.setattr(module, name, counted)
     batch_source(bilinear, WIDE, x[rows], k[rows])(Clipping.flat(WIDE, 1.0))
-    assert sizes[:3] == [64, 32, 32]
-    assert len(sizes) == 13
-    assert sum(sizes) < 3 * 64
+    assert sizes == {"per_sample_weighted_sum": [64], "per_sample_gradients": [1]}
 
 
 def test_records_that_disagree_on_a_branch_are_clipped_like_others() -> None:

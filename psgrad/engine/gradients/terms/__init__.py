@@ -6,6 +6,7 @@ from psgrad.engine.gradients.terms.base import Term as Term
 from psgrad.engine.gradients.terms.base import accumulating as accumulating
 from psgrad.engine.gradients.terms.base import accumulating_dtype as accumulating_dtype
 from psgrad.engine.gradients.terms.base import blocks as blocks
+from psgrad.engine.gradients.terms.base import square_norm as square_norm
 from psgrad.engine.gradients.terms.base import sum_of_products as sum_of_products
 from psgrad.engine.gradients.terms.convolution import Convolution as Convolution
 from psgrad.engine.gradients.terms.dense import Dense as Dense

@@ -115,6 +115,17 @@ class Term(ABC):
     def square_norms(self) -> torch.Tensor:
         """[n]"""
 
+    @property
+    @abstractmethod
+    def summands(self) -> int:
+        """The most products that are added up for one element of a sample's value."""
+
+    @abstractmethod
+    def absolute_sums(self) -> torch.Tensor:
+        """[n]: at least the sum, over all that is added up, of the norms of the summands. It is what the rounding of the value is
+        proportional to: the value's own norm is smaller, by any factor where summands cancel. Not finite where a product overflows.
+        """
+
     @abstractmethod
     def materialise(self) -> torch.Tensor:
         """[n, *shape]"""
@@ -139,6 +150,11 @@ class Term(ABC):
     def plus(self, others: Sequence[Any]) -> Term:
         """The sum of this and others of its kin, as one term: of products, one with the positions of all."""
 
+    @property
+    def multiplications(self) -> int:
+        """Those that the sum over samples takes for each sample."""
+        return self.summands * math.prod(self.shape)
+
     def materialised_square_norms(self) -> torch.Tensor:
         """[n]: the norm of the written-out value, a block of samples at a time. Free of cancellation between positions."""
         kind = accumulating_dtype(self.dtype)
@@ -158,6 +174,17 @@ class Term(ABC):
     def describe(self) -> str:
         """How the norm is computed, in a word or two."""
         return self.way()
+
+
+# Squares of smaller numbers have lost digits in float32, or are zero.
+_SMALLEST_ROOT = 2.0**-60
+
+
+def norms_at_least(x: torch.Tensor, axes: int | Sequence[int]) -> torch.Tensor:
+    """Norms along some axes, and somewhat more, so that squares too small for their type don't make a norm too small."""
+    x = accumulating(x)
+    count = math.prod(x.shape[axis] for axis in ([axes] if isinstance(axes, int) else axes))
+    return torch.linalg.vector_norm(x, dim=axes) + _SMALLEST_ROOT * math.sqrt(count)
 
 
 def square_norm(value: torch.Tensor) -> torch.Tensor:

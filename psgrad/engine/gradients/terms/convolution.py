@@ -19,6 +19,7 @@ from psgrad.engine.gradients.terms.base import (
     block_bytes,
     blocks,
     joined,
+    norms_at_least,
     rows_of,
     square_norm,
     sum_of_products,
@@ -136,6 +137,15 @@ class Convolution(Term):
             whole = block == slice(0, self.samples)
             cotangents, inputs = (self.cotangents, self.inputs) if whole else (self.cotangents[block], self.inputs[block])
             yield weight_gradients(cotangents, inputs, self.weight_shape, self.geometry)
+
+    @property
+    def summands(self) -> int:
+        return self._sizes().positions
+
+    def absolute_sums(self) -> torch.Tensor:
+        """By Cauchy and Schwarz over positions; a pixel is in at most as many patches as the kernel has places."""
+        norms = [norms_at_least(factor.flatten(1), 1) for factor in (self.cotangents, self.inputs)]
+        return norms[0] * norms[1] * math.sqrt(self._sizes().places)
 
     def materialise(self) -> torch.Tensor:
         return joined(list(self._written_out()), self, self.weight_shape)

@@ -11,7 +11,7 @@ import torch
 
 from psgrad.engine.gradients.planning.costs import Cost
 from psgrad.engine.gradients.planning.machines import machine
-from psgrad.engine.gradients.terms.base import Term, accumulating, rows_of, square_norm
+from psgrad.engine.gradients.terms.base import Term, accumulating, norms_at_least, rows_of, square_norm
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,13 @@ class Dense(Term):
 
     def square_norms(self) -> torch.Tensor:
         return square_norm(self.value)
+
+    @property
+    def summands(self) -> int:
+        return 1
+
+    def absolute_sums(self) -> torch.Tensor:
+        return norms_at_least(self.value.flatten(1) if self.value.dim() > 1 else self.value.unsqueeze(1), 1)
 
     def materialise(self) -> torch.Tensor:
         return self.value

@@ -49,6 +49,13 @@ class Hadamard(Term):
         parts = [sum_of_products(times_shared(right[b], shared), left[b]) for b in blocks_of(self.samples, size, self.device)]
         return zero_where_lost(joined(parts, self), left.flatten(1).amax(1), right.flatten(1).amax(1))
 
+    @property
+    def summands(self) -> int:
+        return self.term.summands
+
+    def absolute_sums(self) -> torch.Tensor:
+        return self.term.absolute_sums() * self.shared.abs().amax()
+
     def materialise(self) -> torch.Tensor:
         return self.term.materialise() * self.shared
 

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import torch
 
-from psgrad.engine.gradients.terms.base import Term, accumulating, rows_of, sum_of_products, zero_where_lost
+from psgrad.engine.gradients.terms.base import Term, accumulating, norms_at_least, rows_of, sum_of_products, zero_where_lost
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,14 @@ class Multiples(Term):
         squares = coefficients * coefficients, (shared * shared).sum_to_size(self._kept).unsqueeze(0)
         largest = (s.flatten(1).amax(1) if s.dim() > 1 else s for s in squares)
         return zero_where_lost(sum_of_products(squares[0], squares[1].expand_as(squares[0])), *largest)
+
+    @property
+    def summands(self) -> int:
+        return 1
+
+    def absolute_sums(self) -> torch.Tensor:
+        coefficients = accumulating(self.coefficients).reshape(self.samples, math.prod(self._kept))
+        return norms_at_least(coefficients, 1) * norms_at_least(self.shared.reshape(-1), 0)
 
     def materialise(self) -> torch.Tensor:
         return self.coefficients * self.shared

@@ -16,6 +16,7 @@ from psgrad.engine.gradients.terms.base import (
     accumulating_dtype,
     block_bytes,
     blocks,
+    norms_at_least,
     rows_of,
     square_norm,
     sum_of_products,
@@ -66,6 +67,13 @@ class Product(Term):
             gram_x, gram_y = torch.bmm(x, x.transpose(1, 2)), torch.bmm(y, y.transpose(1, 2))
             out[block] = sums_of_grams(Product(left[block], right[block]), gram_x, gram_y, groups)
         return out
+
+    @property
+    def summands(self) -> int:
+        return self.left.shape[2]
+
+    def absolute_sums(self) -> torch.Tensor:
+        return (norms_at_least(self.left, 3) * norms_at_least(self.right, 3)).sum((1, 2))
 
     def materialise(self) -> torch.Tensor:
         if self.left.shape[2] == 1:  # a product of matrices with one term a sum is a third slower than what it is: one pass of writing

@@ -10,7 +10,7 @@ import torch
 
 from psgrad.engine.gradients.planning.costs import Cost
 from psgrad.engine.gradients.planning.machines import machine
-from psgrad.engine.gradients.terms.base import Term, accumulating, accumulating_dtype, rows_of, square_norm, sum_of_products
+from psgrad.engine.gradients.terms.base import Term, accumulating, accumulating_dtype, norms_at_least, rows_of, square_norm, sum_of_products
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,17 @@ class Rows(Term):
         places = torch.empty_like(ranks).scatter_(1, order, ranks) + torch.arange(n, device=self.device).unsqueeze(1) * positions
         merged = torch.zeros(n * positions, columns, dtype=rows.dtype, device=self.device)
         return square_norm(merged.index_add_(0, places.reshape(-1), rows.reshape(-1, columns)).reshape(rows.shape))
+
+    @property
+    def summands(self) -> int:
+        return self.rows.shape[1]
+
+    @property
+    def multiplications(self) -> int:
+        return self.rows.shape[1] * self.rows.shape[2]
+
+    def absolute_sums(self) -> torch.Tensor:
+        return norms_at_least(self.rows, 2).sum(1)
 
     def materialise(self) -> torch.Tensor:
         n, _, columns = self.rows.shape

@@ -1,0 +1,81 @@
+"""Weighted sums in which no sample's part is longer than its weight times the norm that the weight was chosen for.
+
+A weight follows from a norm that was computed in one way, and the sum adds the gradient up in another. Where both are rounded, they differ,
+and where a sample's positions cancel, by any factor. So the norm is measured once more, of the numbers that are summed:
+
+- a value that costs little beside the products that it is made of, or that is there anyhow, is materialised in the precision of its
+  factors, a block of samples at a time. Norm and sum are then of one tensor, in float64;
+- else the factors are taken to float64, and so are norm and sum.
+
+A sample whose measured norm m exceeds the given norm a has its weight w reduced to w * a / m. What it adds is then, with u = 2^-53,
+
+    |part| <= w * (a + e),    e = (k + c) * u * S,
+
+S being `absolute_sum` of the sample's gradient, k the number of products that are added up in a row (its own positions, at most
+`ROWS` positions of a piece of the batch, one for each further piece) and c a small constant for the roundings of the norm, of the
+weight and of one product (Higham, "Accuracy and Stability of Numerical Algorithms", 2002, sections 3.1 and 3.5: a sum of k products in
+any order is off by at most k * u times the sum of their absolute values). The sum of N samples is off by at most k * u * sum_n w_n S_n
+for the same reason, so with one sample more or less it changes by that sample's part and twice this.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from psgrad.engine.gradients.norms import square_norms
+from psgrad.engine.gradients.placed import DeferredGradient, Placed
+from psgrad.engine.gradients.terms import Dense, Term, accumulating_dtype, blocks, square_norm
+
+# Positions of the samples that one float64 product adds up.
+ROWS = 1 << 11
+# Multiplications a sample and element from which the value costs less than float64 products: reading and adding it takes as long as
+# some 16 multiplications in float32 (a CPU, one thread: 64 x 64 x 3 x 3 and 256 x 1024 over 8 to 256 positions).
+_WORTH_A_VALUE = 32
+
+
+def absolute_sum(gradient: DeferredGradient) -> torch.Tensor | None:
+    """[n] float64: the norms of all products that are added up in a sample's gradient, added up; None for a gradient without terms.
+
+    The rounding of norms and sums is proportional to it. More than `ROWS` positions of one sample count in proportion.
+    """
+    parts = [placed.term.absolute_sums().double() * max(1.0, placed.term.summands / ROWS) for placed in gradient.terms]
+    return torch.stack(parts).sum(0) if parts else None
+
+
+def bounded_sum(gradient: DeferredGradient, weights: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
+    """[*shape] float64: the sum over samples, each times its weight [n], none longer than weight times norm [n]."""
+    total = torch.zeros(gradient.shape, dtype=torch.float64, device=gradient.device)
+    if not gradient.terms:
+        return total
+    weights, norms = weights.double(), norms.double()
+    terms = [placed.term for placed in gradient.terms]
+    if _value_is_cheaper(terms, gradient.shape.numel()):
+        kind = accumulating_dtype(terms[0].dtype)
+        flat = total.view(-1)
+        for block in blocks(terms[0].samples, 3 * kind.itemsize * gradient.shape.numel(), gradient.device):
+            value = in_type(gradient, block, kind).materialise().double().reshape(block.stop - block.start, flat.numel())
+            flat.addmv_(value.t(), _limited(weights[block], norms[block], square_norm(value).sqrt()))
+        return total
+    step = max(1, ROWS // max(term.summands for term in terms))
+    for start in range(0, terms[0].samples, step):
+        piece = slice(start, min(start + step, terms[0].samples))
+        exact = in_type(gradient, piece, torch.float64)
+        total += exact.weighted_sum(_limited(weights[piece], norms[piece], square_norms([exact])[0].sqrt()))
+    return total
+
+
+def in_type(gradient: DeferredGradient, samples: slice, kind: torch.dtype) -> DeferredGradient:
+    """The gradient of some samples with its factors in this type, in which their products are then taken."""
+    terms = tuple(Placed(placed.term.at(samples, kind), placed.layout) for placed in gradient.terms)
+    return DeferredGradient(terms, gradient.shape, kind, gradient.device)
+
+
+def _limited(weights: torch.Tensor, norms: torch.Tensor, measured: torch.Tensor) -> torch.Tensor:
+    """The weights, smaller where the measured norm is more than the given one."""
+    return torch.where(measured > norms, weights * (norms / measured), weights)
+
+
+def _value_is_cheaper(terms: list[Term], elements: int) -> bool:
+    if all(isinstance(term, Dense) for term in terms):
+        return True
+    return sum(term.multiplications for term in terms) >= _WORTH_A_VALUE * elements
