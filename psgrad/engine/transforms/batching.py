@@ -7,7 +7,7 @@ real batched kernels. A value without that axis stays a plain value (or a tracer
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -28,6 +28,9 @@ from psgrad.engine.transforms.operators import (
 )
 from psgrad.engine.transforms.rules.registry import batching_rule, decompose, known, shared_draw
 from psgrad.errors import TransformError
+
+if TYPE_CHECKING:
+    from psgrad.engine.transforms.draws import Drawer
 
 RANDOMNESS = ("error", "same", "different")
 
@@ -88,6 +91,7 @@ class BatchLevel(AdoptingLevel):
     """vmap: `size` samples; `randomness` says what a random draw means for them."""
 
     axis_name: str | None = None  # by which named_axis.py finds it
+    drawer: Drawer | None = None  # of samples that draw by labels of their own
 
     def __init__(self, size: int, randomness: str = "error", deferral: Deferral | None = None) -> None:
         super().__init__()
@@ -216,6 +220,8 @@ class BatchLevel(AdoptingLevel):
                 cause="a dropout layer in training mode, or noise inside the loss",
                 next_step="call model.eval(), or say randomness='different' or 'same'",
             )
+        if self.drawer is not None:
+            return self.drawer.run(op, args, kwargs)
         mapped = any(self.owns(a) for a in args)
         rule = batching_rule(op)
         if rule is None:

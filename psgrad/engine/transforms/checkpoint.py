@@ -190,6 +190,7 @@ class Circumstances:
     def __init__(self) -> None:
         with _disable_current_modes():
             self.generators = generators.states()
+        self.drawers = [(drawer, drawer.number) for level in state.stack if (drawer := getattr(level, "drawer", None)) is not None]
         self.autocast = [
             (device, torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled())
             for device in _AUTOCAST_DEVICES
@@ -230,6 +231,9 @@ class Circumstances:
                 self._refuse_to_be_recorded()
                 generators.restore(self.generators)
                 exits.callback(generators.restore, now)
+            for drawer, number in self.drawers:
+                exits.callback(setattr, drawer, "number", drawer.number)
+                drawer.number = number
             yield
 
     def _refuse_to_be_recorded(self) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from psgrad.engine.transforms.draws import drawing_by_label
+from psgrad.engine.transforms.operators import is_random
 from psgrad.engine.transforms.rules.families import aten, sum_to
 from psgrad.engine.transforms.rules.registry import JointVJP, Op, define, replace
 from psgrad.errors import UnsupportedOperatorError
@@ -16,10 +18,12 @@ def _attention(level: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     """Under a gradient: as [batch, heads, t, d], the one layout that has fused kernels."""
     query, key, value = args[:3]
     rest, rank = list(args[3:]), max(query.dim(), key.dim(), value.dim())
+    if drawing_by_label() and is_random(aten.scaled_dot_product_attention.default, args, kwargs):
+        return by_matrix_products(*args, **kwargs)  # fused kernels draw for a whole batch
     if rank == 4 and query.dim() == key.dim() == value.dim():
         return aten.scaled_dot_product_attention.default.decompose(query, key, value, *rest, **kwargs)
     if rank > 4 or rank < 2:
-        return _by_matrix_products(query, key, value, *rest, **kwargs)
+        return by_matrix_products(query, key, value, *rest, **kwargs)
     if rest and rest[0] is not None and rest[0].dim() > 2:
         rest[0] = _to_rank_4(rest[0])
     if kwargs.get("attn_mask") is not None and kwargs["attn_mask"].dim() > 2:
@@ -33,7 +37,7 @@ def _to_rank_4(t: torch.Tensor) -> torch.Tensor:
     return t.reshape(*(1,) * (4 - t.dim()), *t.shape)
 
 
-def _by_matrix_products(
+def by_matrix_products(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -80,7 +84,7 @@ def _attention_batch(
     """Without a gradient: leading axes of one sample and the sample axis become the batch axis of one call."""
     rank = max(query.dim(), key.dim(), value.dim())
     if rank > 4 or dropout_p > 0:
-        return batch.physical(_by_matrix_products(query, key, value, attn_mask, dropout_p, is_causal, **kwargs))
+        return batch.physical(by_matrix_products(query, key, value, attn_mask, dropout_p, is_causal, **kwargs))
     lifted = [_to_rank_4(t).expand(*_common(query, key, value), -1, -1) if rank < 4 else t for t in (query, key, value)]
     mask = _fold_mask(batch, attn_mask, query)
     out = op(*[batch.fold(t) for t in lifted], mask, dropout_p, is_causal, **kwargs)
@@ -317,6 +321,6 @@ def _by_flash_attention(
     """In place of cuDNN's kernel the one that has rules both ways; it has no mask, and with one these are matrix products."""
     if bias is None:
         return aten._scaled_dot_product_flash_attention.default(query, key, value, dropout_p, is_causal, False, scale=scale)
-    out = _by_matrix_products(query, key, value, bias, dropout_p, is_causal, scale=scale)
+    out = by_matrix_products(query, key, value, bias, dropout_p, is_causal, scale=scale)
     unused = torch.empty(0, device=query.device)
     return out, unused, unused, unused, query.shape[-2], key.shape[-2], unused, unused, unused
