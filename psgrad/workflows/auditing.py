@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -73,14 +74,14 @@ def dp_audit(
     folder = PrivateRunFolder(path)
     with recorded(folder, describe_run("dp-audit", setup.run, None), clock):
         with clock("canaries"):
-            mechanism = mechanism_of(setup, base)
+            mechanism, numbers = mechanism_of(setup, base), itertools.count()
             progress(Progress(0, taken, "audit", unit="step"))
             played = play(
                 mechanism,
                 planted,
                 taken,
                 random,
-                source=None if canaries_only else setup.source,
+                source=None if canaries_only else lambda records: setup.source(records, next(numbers)),
                 records=0 if canaries_only else len(setup.records),
                 tell=lambda done: progress(Progress(done, taken, "audit", unit="step")),
             )

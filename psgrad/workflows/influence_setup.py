@@ -89,7 +89,7 @@ def checkpoints_of(config: Config) -> list[CheckpointConfig | None]:
 def first_run(config: Config) -> Setup:
     """Model, loss and training data at the first checkpoint. Raises ConfigError for a model that draws at random."""
     run = set_up(_at(config, 0), trainable=config.influence.parameters, trainable_key="influence.parameters")
-    if draws_at_random(run.first_output, run.model, run.device):
+    if draws_at_random(run.first_output, run.model):
         raise ConfigError(
             "the model draws random numbers in train mode, and its gradients would be others each time they are taken",
             expected="a model with one gradient an example: dropout is switched off where influence is measured",

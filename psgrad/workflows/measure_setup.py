@@ -116,7 +116,7 @@ def _require_one_draw(run: Setup, measures: list[Measure]) -> None:
     differs from checkpoint to checkpoint would be the draws.
     """
     twice = [each.name for each in measures if each.looks_twice or each.name == VoG.name or Moments.name in each.needs]
-    if twice and draws_at_random(run.first_output, run.model, run.device):
+    if twice and draws_at_random(run.first_output, run.model):
         raise MeasureError(
             f"{', '.join(twice)} {'asks' if len(twice) == 1 else 'ask'} for a sample's gradient more than once, and the model "
             "draws at random: each time it would be another gradient",

@@ -21,7 +21,6 @@ from psgrad.engine.privacy.step import NoisySum, PrivateTraining
 from psgrad.results import NeighbourPair
 from psgrad.workflows.private_setup import PrivateSetup
 from psgrad.workflows.private_statement import Statement, ledger_header
-from psgrad.workflows.setup import draws_at_random
 
 # A batch of so many records at most: neighbours differ by one record in any batch.
 _MOST_RECORDS = 256
@@ -43,11 +42,7 @@ class _Neighbours:
 
 def audited_pairs(setup: PrivateSetup, base: float) -> tuple[list[NeighbourPair], list[str]]:
     """(what a step on a drawn batch and on each of its neighbours gave, with the same random numbers; what was left out, and why)."""
-    if draws_at_random(setup.run.first_output, setup.run.model, setup.run.device):
-        return [], ["no neighbours were compared: the model draws at random in train mode, so that no two passes are the same"]
     notes = []
-    if setup.privacy.augmentation is not None:
-        notes.append("neighbours were compared without augmentation, which draws random numbers of its own")
     if not has_floats(setup):
         notes.append("no record that is not finite was among the neighbours: no input of the dataset is floating point")
     mixed = with_monsters(setup)
@@ -72,7 +67,6 @@ def with_monsters(setup: PrivateSetup) -> PrivateSetup:
     own = records.rows_of(0)
     order = np.concatenate([records.rows_of_each(np.arange(len(records))), *(own + rows * kind for kind in range(1, len(monsters) + 1))])
     sizes = np.concatenate([records.sizes, np.full(len(monsters), len(own))])
-    unit = setup.privacy.unit
     streams = RecordStreams(
         Records(order, np.cumsum(sizes) - sizes, sizes),
         take,
@@ -80,7 +74,7 @@ def with_monsters(setup: PrivateSetup) -> PrivateSetup:
         setup.run.objective.params,
         lambda loss, read: setup.run.stream(lambda _: None, loss, read),
         randomness=setup.run.randomness,
-        combine="mean" if unit is None else unit.combine,
+        **setup.streams.options,
     )
     return dataclasses.replace(setup, records=streams.records, streams=streams)
 

@@ -14,7 +14,9 @@ from psgrad.engine.privacy.accounting import Events, StepEvent, noise_multiplier
 from psgrad.engine.privacy.adaptive import AdaptiveBound
 from psgrad.engine.privacy.clipping import Clipping, Group
 from psgrad.engine.privacy.discrete import default_grid
+from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.noise import Noise
+from psgrad.engine.privacy.record_draws import RecordDraws
 from psgrad.engine.privacy.record_streams import RecordStreams
 from psgrad.engine.privacy.records import Records
 from psgrad.engine.privacy.refusals import require_expected_batch_size, require_separate_records, require_small_delta
@@ -45,9 +47,12 @@ class PrivateSetup:
     adaptive: AdaptiveBound | None
     sampling: Sampling
 
-    def source(self, records: np.ndarray) -> GradientSource:
-        """The clipped sum of these records, chunk by chunk. One source at a time: the next one's records take the place of this one's."""
-        return self.streams.source(records)
+    def source(self, records: np.ndarray, step: int = 0) -> GradientSource:
+        """The clipped sum of these records, chunk by chunk. One source at a time: the next one's records take the place of this one's.
+
+        step: to which the records' random draws belong.
+        """
+        return self.streams.source(records, step)
 
     def noise(self, base: float) -> Callable[[int], Noise]:
         """Step number 0, 1, ... to its noise, for this base of the schedule."""
@@ -106,6 +111,7 @@ def set_up_privately(config: Config, say: Callable[[str], None] = lambda _: None
         augment=None if augmentation is None else resolve(augmentation.function, config.base),
         copies=1 if augmentation is None else augmentation.copies,
         source="privacy.augmentation.function" if augmentation is None else augmentation.function,
+        draws=RecordDraws(make_generator("aes", seed=privacy.noise.seed)),  # with a seed, of the step's number alone: also when resumed
     )
     parameters = {name: run.model.get_parameter(name) for name in run.objective.params}
     clipping = clipping_of(privacy, parameters)

@@ -103,7 +103,7 @@ def dp_step(
         folder.remove_leftovers()
         training = PrivateTraining(
             setup.parameters,
-            setup.source,
+            lambda records: setup.source(records, training.taken),
             len(setup.records),
             clipping=setup.clipping,
             noise=setup.noise(base),

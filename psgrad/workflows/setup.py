@@ -18,6 +18,7 @@ from psgrad.engine.gradients.planning import machines
 from psgrad.engine.gradients.streaming import Stream
 from psgrad.engine.measures.predictions import summary_for
 from psgrad.engine.objective import Objective
+from psgrad.engine.transforms import generators
 from psgrad.engine.verify import SelfCheck, self_check
 from psgrad.errors import ConfigError
 from psgrad.inputs.data import load_data
@@ -74,7 +75,7 @@ class Setup:
 
     def self_check(self, stream: Stream) -> SelfCheck | None:
         """How far our gradients are from plain ones, on a few rows; None where the model draws at random, and can't be asked twice."""
-        if draws_at_random(self.first_output, self.model, self.device):
+        if draws_at_random(self.first_output, self.model):
             return None
         return self_check(self.objective, stream, len(self.samples), self.config.engine.verify)
 
@@ -229,18 +230,13 @@ def class_count(first_output: Callable[[], Any], criterion: Criterion) -> int | 
     return int(output.shape[-1 if criterion.kind == "token" else 1])
 
 
-def draws_at_random(first_output: Callable[[], Any], model: nn.Module, device: torch.device) -> bool:
+def draws_at_random(first_output: Callable[[], Any], model: nn.Module) -> bool:
     """Whether the model draws random numbers: then a plain gradient is no witness, as it draws anew."""
     if not model.training:
         return False  # psgrad's own pass refuses random operators there
-    before = random_state(device)
+    before = generators.everywhere()
     try:
         first_output()
     except Exception:
         return False
-    return not torch.equal(before, random_state(device))
-
-
-def random_state(device: torch.device) -> torch.Tensor:
-    """The state of the generator that operators on this device draw from."""
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    return generators.everywhere() != before

@@ -6,10 +6,7 @@ reading beside the computation might change what is read, chunks are read in bet
 
 from __future__ import annotations
 
-import pickle
 import queue
-import random
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from psgrad.engine.gradients.memory import is_out_of_memory
+from psgrad.engine.transforms import generators
 
 # How long the end of a run waits for a read that nobody wants any more.
 _PATIENCE_SECONDS = 5.0
@@ -152,9 +150,9 @@ class Loader:
         return job is not None
 
     def _read_here(self, start: int, stop: int) -> Chunk:
-        before = _random_states() if self._first else None
+        before = generators.on_the_cpu() if self._first else None
         batch = self.read(start, stop)
-        if self._first and before != _random_states():
+        if self._first and before != generators.on_the_cpu():
             self._read_between_chunks("reading them draws random numbers, which would fall in with the model's")
         self._first = False
         return Chunk(range(start, stop), batch.inputs, batch.target)
@@ -186,14 +184,14 @@ class Loader:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            before = _random_states()
+            before = generators.on_the_cpu()
             try:
                 batch = self.read(job.start, job.stop)
                 job.chunk = Chunk(range(job.start, job.stop), batch.inputs, batch.target)
                 job.chunk.on_device = self._copied(job.chunk)
             except BaseException as error:  # told where its rows are wanted
                 job.error = error
-            job.drew = before != _random_states()
+            job.drew = before != generators.on_the_cpu()
             job.done.set()
             del job  # the chunk is not this thread's any more
 
@@ -231,10 +229,3 @@ def placed(inputs: Sequence[torch.Tensor], target: torch.Tensor | None, device: 
         return x.to(device, non_blocking=True).to(dtype if x.is_floating_point() else x.dtype)
 
     return tuple(place(x) for x in inputs), None if target is None else place(target)
-
-
-def _random_states() -> tuple[Any, ...]:
-    """Of the generators that a dataset may share with the model: Python's, NumPy's and PyTorch's on the CPU."""
-    numpy = sys.modules.get("numpy")
-    of_numpy = b"" if numpy is None else pickle.dumps(numpy.random.get_state(legacy=False))
-    return random.getstate(), of_numpy, torch.get_rng_state().numpy().tobytes()

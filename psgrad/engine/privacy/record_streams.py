@@ -29,13 +29,14 @@ class RecordStreams:
     a chunk size that fits in memory once does so in every batch.
 
     Args:
-        records, take: as for RecordReader, which takes `options`, too (combine, augment, copies, source).
+        records, take: as for RecordReader, which takes `options`, too (combine, augment, copies, source, draws).
         loss: of one row, (params, inputs, target) to (loss, aux).
         params: name -> parameter.
         make: a record's loss and its reader to a stream.
         randomness: of the rows of a record among each other, as for vmap.
 
     Attributes:
+        options: as given.
         drawn: the records of the batch in hand, in the order in which its source has them. There is one batch at a time.
     """
 
@@ -51,13 +52,13 @@ class RecordStreams:
         **options: Any,
     ) -> None:
         self.records, self.params = records, params
-        self._take, self._loss, self._make, self._randomness, self._options = take, loss, make, randomness, options
+        self._take, self._loss, self._make, self._randomness, self.options = take, loss, make, randomness, options
         self._copies = RecordReader(records, take, **options).copies
         self._streams: dict[int, tuple[RecordReader, Stream]] = {}
         self.drawn: Rows = np.empty(0, dtype=np.int64)
 
-    def source(self, records: npt.ArrayLike) -> GradientSource:
-        """The clipped sum of these records, none even."""
+    def source(self, records: npt.ArrayLike, step: int = 0) -> GradientSource:
+        """The clipped sum of these records, none even. step: to which their random draws belong."""
         drawn = np.asarray(records, dtype=np.int64)
         self.drawn = drawn[np.argsort(-self.records.sizes[drawn], kind="stable")]
         parts = self._parts(self.drawn)
@@ -66,7 +67,7 @@ class RecordStreams:
             total = Total(clipping, self.params)
             for width, part in parts:
                 reader, stream = self._stream(width)
-                reader.draw(part)
+                reader.draw(part, step)
                 total.add(stream_source(stream, len(part))(clipping))
             return total.found()
 
@@ -91,7 +92,7 @@ class RecordStreams:
 
     def _stream(self, width: int) -> tuple[RecordReader, Stream]:
         if width not in self._streams:
-            reader = RecordReader(self.records, self._take, width=width, **self._options)
+            reader = RecordReader(self.records, self._take, width=width, **self.options)
             self._streams[width] = reader, self._make(reader.loss_of(self._loss, randomness=self._randomness), reader)
         return self._streams[width]
 

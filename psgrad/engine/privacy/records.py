@@ -6,6 +6,7 @@ A record's loss is the weighted sum of its rows' losses, so its gradient is the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from psgrad.engine.gradients.loading import Batch
-from psgrad.engine.transforms import vmap
+from psgrad.engine.privacy.record_draws import COPY, ROW, RecordDraws, StepDraws, by_record, labels_of
+from psgrad.engine.transforms import generators, vmap
 from psgrad.errors import DataError
 
 Rows = npt.NDArray[np.int64]
@@ -91,7 +93,8 @@ class RecordBatch:
 
     Where every record is one row: each tensor [n, ...]. Else [n, k, ...], k the reader's width or the most rows of a record among
     these, with the weights [n, k] of the rows as the last of the inputs: 1 / rows for an average, 1 for a sum, and 0 for what only
-    fills up to k, which is the record's own last row once more.
+    fills up to k, which is the record's own last row once more. A reader with draws has the rows' labels, [n] or [n, k], before the
+    weights.
     """
 
     inputs: tuple[Tensor, ...]
@@ -105,18 +108,22 @@ class RecordReader:
         records: which rows are whose.
         take: the rows of the dataset with these numbers, in this order.
         combine: whether a record's gradient is the average or the sum of its rows'.
-        augment: one row's inputs, without a sample axis, to those of a changed copy. It draws from PyTorch's global generator, which
-            PyTorch seeds from the operating system; how copies are made is no part of the privacy guarantee, which holds for any.
+        augment: one row's inputs, without a sample axis, to those of a changed copy.
         copies: copies of each row, averaged inside the record. The rows themselves take no part beside their copies.
         source: what the messages call `augment`.
         width: rows that every record is filled up to, at least as many as one has with its copies; 1 has no axis of rows. None fills
             up to the longest record that is read at once.
+        draws: of the run. With them, what is read depends neither on the chunks in which it is read nor on other records, also where
+            `take` or `augment` draw from the global generators of PyTorch, NumPy or Python, which are seeded for each row and copy and
+            set back; and the loss draws by record. Without, these draw as they would anyway, and a private sum of records that draw
+            has no bound.
 
     Attributes:
         copies: of each row; 1 where there is no augmentation.
         drawn: the records that are read.
+        inputs_of_model: how many of the inputs that are read are the model's; None for all.
 
-    The loss that goes with it is `loss_of`. What is read depends neither on the chunks in which it is read nor on other records.
+    The loss that goes with it is `loss_of`.
     """
 
     def __init__(
@@ -129,8 +136,12 @@ class RecordReader:
         copies: int = 1,
         source: str = "the augmentation",
         width: int | None = None,
+        draws: RecordDraws | None = None,
     ) -> None:
         self.records, self._take, self._combine = records, take, combine
+        self.draws, self._now = draws, None if draws is None else draws.at(0)
+        self._take_draws = False  # whether rows were seen to be drawn as they are read
+        self.inputs_of_model: int | None = None
         self._augment, self.copies, self._source = augment, copies if augment is not None else 1, source
         self._width = width
         self._shapes: list[tuple[int, ...]] | None = None
@@ -141,35 +152,76 @@ class RecordReader:
         """Whether records have an axis of rows."""
         return (self.records.longest * self.copies if self._width is None else self._width) > 1
 
-    def draw(self, records: npt.ArrayLike) -> None:
-        """The records to read from now on. They are read longest first, in the order of `drawn`.
+    def draw(self, records: npt.ArrayLike, step: int = 0) -> None:
+        """The records to read from now on, and the step to which their random draws belong. They are read longest first, as in `drawn`.
 
         Records of about one length come together then, which fills up least, and what fits in memory is known from the first chunk.
         """
         drawn = np.asarray(records, dtype=np.int64)
         self.drawn = drawn[np.argsort(-self.records.sizes[drawn], kind="stable")]
+        self._now = None if self.draws is None else self.draws.at(step)
 
     def loss_of(self, loss: Callable[..., Any], *, randomness: str = "error") -> Callable[..., Any]:
         """The loss of a record, as a stream calls it, from that of one row: (params, inputs, target) to (loss, aux)."""
+        if self.draws is not None:
+            loss = by_record(loss, self._draws_now)
         return record_loss(loss, randomness=randomness) if self.several else loss
 
     def __call__(self, start: int, stop: int) -> Batch:
         """The records at the places start, ..., stop - 1 of `drawn`."""
         chosen = self.drawn[start:stop]
-        rows = self._take(self.records.rows_of_each(chosen))
+        rows = self._rows(chosen)
         if self._augment is not None:
-            rows = self._augmented(rows)
+            rows = self._augmented(rows, chosen)
+        self.inputs_of_model = len(rows.inputs)
         if not self.several:
-            return rows
+            if self.draws is None:
+                return rows
+            return RecordBatch((*rows.inputs, torch.from_numpy(labels_of(chosen, 1)[:, 0])), rows.target)
         sizes = self.records.sizes[chosen] * self.copies
         width = int(sizes.max()) if self._width is None else self._width
         places, weights = _padded(sizes, width, None if self._combine == "mean" else 1.0 / self.copies)
-        inputs = (*(x[places] for x in rows.inputs), weights)
+        labels = () if self.draws is None else (torch.from_numpy(labels_of(chosen, width)),)
+        inputs = (*(x[places] for x in rows.inputs), *labels, weights)
         return RecordBatch(inputs, None if rows.target is None else rows.target[places])
 
-    def _augmented(self, rows: Batch) -> RecordBatch:
-        count = rows.inputs[0].shape[0]
-        made = [self._copy([x[row] for x in rows.inputs]) for row in range(count) for _ in range(self.copies)]
+    def _draws_now(self) -> StepDraws:
+        assert self._now is not None
+        return self._now
+
+    def _labels(self, chosen: Rows, copies: int) -> Rows:
+        """The labels of the records' rows, one record's after another's; of as many copies of each."""
+        sizes = self.records.sizes[chosen] * copies
+        found = labels_of(chosen, int(sizes.max(initial=0)))
+        return found[np.arange(found.shape[1]) < sizes[:, None]]
+
+    def _rows(self, chosen: Rows) -> Batch:
+        """The rows of these records, one record's after another's; each by itself where reading draws random numbers."""
+        rows = self.records.rows_of_each(chosen)
+        if self._now is None:
+            return self._take(rows)
+        with generators.kept():
+            if not self._take_draws:
+                before = generators.everywhere()
+                together = self._take(rows)
+                self._take_draws = generators.everywhere() != before
+                if not self._take_draws:
+                    return together
+            parts = []
+            for row, label in zip(rows, self._labels(chosen, 1), strict=True):
+                self._now.seed(int(label), ROW)
+                parts.append(self._take(row[None]))
+        inputs = tuple(torch.cat(column) for column in zip(*(part.inputs for part in parts), strict=True))
+        targets = [part.target for part in parts if part.target is not None]
+        return RecordBatch(inputs, torch.cat(targets) if targets else None)
+
+    def _augmented(self, rows: Batch, chosen: Rows) -> RecordBatch:
+        made = []
+        with nullcontext() if self._now is None else generators.kept():
+            for place, label in enumerate(self._labels(chosen, self.copies)):
+                if self._now is not None:
+                    self._now.seed(int(label), COPY)
+                made.append(self._copy([x[place // self.copies] for x in rows.inputs]))
         inputs = tuple(torch.stack(column) for column in zip(*made, strict=True))
         return RecordBatch(inputs, None if rows.target is None else rows.target.repeat_interleave(self.copies, dim=0))
 

@@ -17,8 +17,8 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils._pytree import tree_leaves, tree_map
 
 from psgrad.engine.objective import Objective
-from psgrad.engine.privacy.random_branches import branches_on_a_draw
 from psgrad.engine.privacy.sampling import Sampling
+from psgrad.engine.transforms import generators
 from psgrad.errors import ConfigError, ModelError, PsgradError
 
 # How far the divisor may be from the batches that are to be expected; more is a slip in the config.
@@ -84,9 +84,8 @@ def require_separate_records(objective: Objective, inputs: Sequence[Tensor], tar
     In plain forward passes, one row at a time and all together: no buffer and no parameter may change (batch normalisation in train mode,
     running statistics, power iteration); a row's loss must be the same again after other rows have passed (a memory bank, a running
     average); and a row's output must be the same in whatever company, as for psgrad each is alone and the model would silently be
-    another one (a loss over the batch, an axis of samples that is not the first). In passes over copies of a row, no branch may be taken
-    on a random draw. What only begins to matter after many rows, such as a memory bank that has to fill up first, is not seen. The model,
-    and PyTorch's generators, are left as they were.
+    another one (a loss over the batch, an axis of samples that is not the first). What only begins to matter after many rows, such as a
+    memory bank that has to fill up first, is not seen. The model, and all global random generators, are left as they were.
     """
     rows = _FewRows(objective, tuple(inputs), target)
     _require_no_batch_statistics(objective.model)
@@ -94,7 +93,6 @@ def require_separate_records(objective: Objective, inputs: Sequence[Tensor], tar
         rows.require_no_update(state)
         rows.require_no_memory(state)
         rows.require_no_company()
-        rows.require_no_tossed_branch()
 
 
 def _require_no_batch_statistics(model: nn.Module) -> None:
@@ -139,11 +137,10 @@ class _FewRows:
     @contextmanager
     def _call(self, what: str) -> Iterator[Callable[[], bool]]:
         """Runs the model and the loss as they are, with the same random numbers each time: the generators are set back afterwards."""
-        device = self.inputs[0].device
-        with torch.no_grad(), self.objective.precision(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            before = _random_state(device)
+        with torch.no_grad(), self.objective.precision(), generators.kept():
+            before = generators.everywhere()
             try:
-                yield lambda: not torch.equal(before, _random_state(device))
+                yield lambda: generators.everywhere() != before
             except PsgradError:
                 raise
             except Exception as error:
@@ -183,7 +180,7 @@ class _FewRows:
                     f"the loss of row {row} of the rows looked at is {before.item():.6g}, and {after.item():.6g} once others have passed",
                     expected="a loss of each record that depends on no other record",
                     cause="the model or the loss keeps something of what it has seen (a memory bank, a running average), or draws from "
-                    "another generator of random numbers than PyTorch's",
+                    "a generator of random numbers of its own",
                     next_step="keep nothing from one call to the next; draw random numbers with torch",
                 )
 
@@ -202,20 +199,6 @@ class _FewRows:
                 apart = max(apart, self._apart(others, (loss, output)))
             if apart > self._tolerance():
                 raise self._mixes(row, apart)
-
-    def require_no_tossed_branch(self) -> None:
-        """What the model draws at random does not decide which way it goes: see `random_branches`."""
-        if not self.objective.model.training or not self.alone(0)[2]:
-            return
-        where = branches_on_a_draw(self.objective, [x[:1] for x in self.inputs], None if self.target is None else self.target[:1])
-        if where is not None:
-            raise ModelError(
-                f"the model goes one way or the other by what it draws at random{where}",
-                expected="random draws that are used as numbers, as dropout does",
-                cause="layers that are left out at random (layer drop, stochastic depth) by an `if`: which records keep their draws then "
-                "depends on the other records of the batch",
-                next_step="multiply by the draw in place of the `if`, or set that probability to 0, or model.mode: eval",
-            )
 
     def _mixes(self, row: int, apart: float) -> ModelError:
         layer = self._first_that_mixes(row)
@@ -346,10 +329,6 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
-
-
-def _random_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def _of(name: str, layer: nn.Module) -> str:

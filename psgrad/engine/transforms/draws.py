@@ -42,13 +42,13 @@ _DIGITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float6
 
 def draw_by_label(bits: Bits, label: torch.Tensor) -> None:
     """From here on, the samples that `label` (int64 [], mapped) tells apart draw by it. Without a mapped axis nothing changes."""
-    levels = []
+    levels: list[Any] = []
     while isinstance(label, Tracer):
         if label.carries_samples:
             levels.append(label.level)
         label = label.below()
     if levels:
-        levels[0].drawer = Drawer(bits, label, levels)  # type: ignore[attr-defined]
+        levels[0].drawer = Drawer(bits, label, levels)
 
 
 def drawing_by_label() -> bool:
@@ -183,9 +183,8 @@ def _by_name(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str,
     """All arguments of a call by their names, those that were left out by their defaults; None for a dtype, whose default is a code."""
     schema = op._schema.arguments
     given = {argument.name: value for argument, value in zip(schema, args, strict=False)} | kwargs
-    return {
-        argument.name: given.get(argument.name, None if argument.name == "dtype" else argument.default_value) for argument in schema
-    }
+    return {argument.name: given.get(argument.name, None if argument.name == "dtype" else argument.default_value) for argument in schema}
+
 
 Program = Callable[[Drawer, dict[str, Any]], Any]
 """A random operator made of standard draws: a function of the drawer and of the operator's arguments by name."""

@@ -1,0 +1,133 @@
+"""Random numbers of a private run by record and step: what a record draws depends on no other record.
+
+The clipped gradients of a batch add up to a sum that one record moves by its bound only if the others' gradients stay what they are when
+it comes or goes. So each record draws by the run's secret key, the step, its own number and its own program: its dropout masks, what an
+augmentation or a dataset makes of it. Numbers that a model draws outside of PyTorch's operators (NumPy, Python's random) can't be told
+apart by record; they follow from the step alone, as the generators are seeded alike wherever the model begins to run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from psgrad.engine.privacy.generators import Generator
+from psgrad.engine.transforms import generators
+from psgrad.engine.transforms.draws import draw_by_label
+from psgrad.errors import ModelError
+
+Labels = npt.NDArray[np.int64]
+
+# A label is the record's number times this, and one more than the place of a row, or of its copy, among the record's own.
+_PLACES = 1 << 24
+# A cipher block is the label, and the number of the draw times this and of the block in the draw.
+_BLOCKS = 1 << 40
+# Numbers of draws that no program reaches: seeds for the model's run, for reading a row and for making a copy of it.
+RUN, ROW, COPY = _PLACES - 3, _PLACES - 2, _PLACES - 1
+
+
+class RecordDraws:
+    """The draws of a run, by step, from AES-256 with a key of their own.
+
+    generator: gives the key; the draws are as secret as its numbers are.
+    """
+
+    def __init__(self, generator: Generator) -> None:
+        self._key = hashlib.sha256(b"psgrad draws" + generator.uint64(4).tobytes()).digest()
+
+    def at(self, step: int) -> StepDraws:
+        """Those of step number 0, 1, ..."""
+        return StepDraws(hashlib.sha256(self._key + step.to_bytes(8, "little")).digest())
+
+
+class StepDraws:
+    """The draws of one step. The same ones, however often and in whatever parts a batch is computed."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def bits(self, labels: npt.NDArray[np.uint64], number: int, size: int) -> npt.NDArray[np.uint8]:
+        """[n, size] bytes of draw `number` for each label: AES-256 of the label, the number and a counter."""
+        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+        each = -(-size // 16)
+        blocks = np.empty((len(labels), each, 2), dtype="<u8")
+        blocks[:, :, 0] = labels[:, None]
+        blocks[:, :, 1] = np.arange(each, dtype=np.uint64) + np.uint64(number * _BLOCKS)
+        found = np.empty(blocks.nbytes + 15, dtype=np.uint8)  # older versions of the library ask for room for one more block
+        Cipher(algorithms.AES(self._key), modes.ECB()).encryptor().update_into(blocks.reshape(-1).view(np.uint8).data, found.data)
+        return found[: blocks.nbytes].reshape(len(labels), 16 * each)[:, :size]
+
+    def seed(self, label: int, number: int) -> None:
+        """Seed PyTorch's, NumPy's and Python's global generators."""
+        generators.seed_all(self.bits(np.array([label], dtype=np.uint64), number, 24).view(np.uint64)[0])
+
+
+def labels_of(records: npt.ArrayLike, width: int) -> Labels:
+    """[n, width]: the labels of the rows, or copies of rows, of the records with these numbers."""
+    return np.asarray(records, dtype=np.int64)[:, None] * _PLACES + np.arange(1, width + 1)
+
+
+def by_record(loss: Callable[..., Any], now: Callable[[], StepDraws]) -> Callable[..., Any]:
+    """The loss, whose draws are by record: (params, inputs, target), the label [] of the row the last of its inputs.
+
+    now: the draws of the step.
+    """
+
+    def of_row(params: Any, inputs: tuple[Any, ...], target: Any) -> Any:
+        *rest, label = inputs
+        begin_run(now(), label)
+        return loss(params, tuple(rest), target)
+
+    return of_row
+
+
+def begin_run(draws: StepDraws, label: torch.Tensor) -> None:
+    """A model begins to run on the rows that `label` tells apart: they draw by it, and global generators start as in each run."""
+    if _watch.seeded:
+        _require_no_other_draws()
+    draws.seed(0, RUN)
+    _watch.seeded = _watch.watching
+    draw_by_label(draws.bits, label)
+
+
+@contextmanager
+def drawing_by_record() -> Iterator[None]:
+    """Around the computation of a batch: global generators are in the end as they were.
+
+    Raises ModelError where an operator drew from PyTorch's: such draws go by the place in the batch.
+    """
+    before = _watch.watching, _watch.seeded
+    with generators.kept():
+        _watch.watching, _watch.seeded = True, False
+        try:
+            yield
+            if _watch.seeded:
+                _require_no_other_draws()
+        finally:
+            _watch.watching, _watch.seeded = before
+
+
+class _Watch:
+    """Whether somebody looks at the global generators, and whether a run has seeded them since: they are the process's, not a thread's."""
+
+    watching = seeded = False
+
+
+_watch = _Watch()
+
+
+def _require_no_other_draws() -> None:
+    if generators.torch_has_drawn():
+        raise ModelError(
+            "the model or the loss draws random numbers by an operator that PyTorch doesn't say of that it draws",
+            expected="random numbers from PyTorch's operators, which are drawn for each record by itself",
+            cause="an operator of a library or of your own; what it draws goes by a record's place in the batch, which depends on others",
+            next_step="draw with torch.rand or its like and give the operator the result, or set model.mode: eval",
+        )

@@ -1,0 +1,333 @@
+"""Random draws by (record, step): what a record adds to the clipped sum is the same in any company, in any chunk and however often it is
+computed, so that neighbouring batches' sums are within the sensitivity of each other."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from psgrad.engine.gradients.streaming import Stream
+from psgrad.engine.objective import Objective
+from psgrad.engine.privacy import clipped, source
+from psgrad.engine.privacy.clipping import Clipping
+from psgrad.engine.privacy.generators import make_generator
+from psgrad.engine.privacy.record_draws import RecordDraws
+from psgrad.engine.privacy.record_streams import RecordStreams
+from psgrad.engine.privacy.records import RecordBatch, RecordReader, Records, Rows
+from psgrad.engine.privacy.source import batch_source
+from psgrad.errors import ModelError, TransformError
+from tests.engine.privacy.drawing_models import CLASSES, FEATURES, MODELS
+from tests.engine.privacy.test_records import taking
+
+BOUND = 0.01
+UNITS = np.array([0, 0, 0, 1, 2, 2, 3])
+ROWS = len(UNITS)
+SEEDED = make_generator("aes", seed=7)
+DRAWS = RecordDraws(SEEDED)
+KINDS = ["rows", "units", "copies"]
+# By default each model with records of one kind; all of them take a minute.
+PAIRS = [
+    pytest.param(name, kind, marks=() if kind == KINDS[place % 3] and name != "LayerDrop" else pytest.mark.sweep)
+    for place, name in enumerate(MODELS)
+    for kind in KINDS
+]
+
+
+def jittered(x: Tensor) -> Tensor:
+    """An augmentation that draws from all three generators."""
+    return x * random.uniform(0.5, 1.5) + torch.randn(FEATURES) * float(np.random.rand())
+
+
+class Run:
+    """A model and records, and the clipped sums of batches of them."""
+
+    def __init__(self, kind: str, name: str = "Dropout", draws: RecordDraws | None = DRAWS) -> None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.model = MODELS[name]().double()
+            self.x, self.y = torch.randn(ROWS, FEATURES, dtype=torch.float64), torch.randint(CLASSES, (ROWS,))
+        self.objective = Objective(self.model, F.cross_entropy)
+        self.clipping = Clipping.flat(self.objective.params, BOUND)
+        self.records = Records.of_rows(ROWS) if kind == "rows" else Records.of_units(UNITS)
+        self.options: dict[str, Any] = {"draws": draws}
+        if kind == "copies":
+            self.options |= {"augment": jittered, "copies": 2}
+
+    def streams(self, chunk_size: int = 100) -> RecordStreams:
+        def make(loss: Callable[..., Any], read: Any) -> Stream:
+            return Stream(loss, self.objective.params, read, chunk_size=chunk_size, randomness="different")
+
+        take = taking((self.x,), self.y)
+        return RecordStreams(self.records, take, self.objective.loss, self.objective.params, make, randomness="different", **self.options)
+
+    def sum(self, batch: Sequence[int], step: int = 0, chunk_size: int = 100) -> Tensor:
+        """The clipped sum, as one row."""
+        sums = self.streams(chunk_size).source(list(batch), step)(self.clipping).sums
+        return torch.cat([sums[name].flatten() for name in self.objective.params])
+
+
+@contextmanager
+def computed_again(second_pass: bool, most_at_once: int | None) -> Iterator[None]:
+    """Clipped sums are computed in a second pass, and chunks of more records than that in halves."""
+    plain = clipped.Clipper._at_once
+    with ExitStack() as exits:
+        patch = exits.enter_context(pytest.MonkeyPatch.context())
+        if second_pass:
+            patch.setattr(source, "Clipper", partial(clipped.Clipper, memory=0))
+        if most_at_once is not None:
+
+            def at_once(self: Any, loss: Any, params: Any, batch: Any, options: Any) -> Any:
+                found = plain(self, loss, params, batch, options)
+                return found if found is not None and len(found.records.norms) <= most_at_once else None
+
+            patch.setattr(clipped.Clipper, "_at_once", at_once)
+        yield
+
+
+@contextmanager
+def memory_for(rows: int) -> Iterator[None]:
+    """Where more records than that are computed together, memory runs out."""
+    plain = clipped.Clipper.__call__
+
+    def computed(self: Any, loss: Any, params: Any, *batch: Any, **options: Any) -> Any:
+        found = plain(self, loss, params, *batch, **options)
+        if len(found.records.norms) > rows:
+            raise torch.OutOfMemoryError("planted")
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clipped.Clipper, "__call__", computed)
+        yield
+
+
+def seeded_anew() -> None:
+    """The global generators are somewhere else."""
+    torch.seed()
+    np.random.seed()
+    random.seed()
+
+
+# What a record adds ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "kind"), PAIRS)
+def test_record_draws_sum_is_that_of_each_record_alone(name: str, kind: str) -> None:
+    run = Run(kind, name)
+    everybody = range(4)
+    alone = torch.stack([run.sum([record]) for record in everybody])
+    assert torch.allclose(alone.norm(dim=1), torch.tensor(BOUND, dtype=torch.float64), rtol=1e-4)
+    seeded_anew()
+    for chunk_size, second_pass, most_at_once in ((100, False, None), (2, True, None), (100, False, 2)):
+        with computed_again(second_pass, most_at_once):
+            torch.testing.assert_close(run.sum(everybody, chunk_size=chunk_size), alone.sum(0), rtol=0, atol=1e-9)
+    with memory_for(1):
+        torch.testing.assert_close(run.sum(everybody), alone.sum(0), rtol=0, atol=1e-9)
+
+
+@pytest.mark.sweep
+@given(data=st.data())
+def test_record_draws_neighbours_are_within_the_sensitivity(data: st.DataObject) -> None:
+    run = Run(data.draw(st.sampled_from(KINDS)), data.draw(st.sampled_from(list(MODELS))))
+    step, everybody = data.draw(st.integers(0, 10**9)), st.integers(0, len(run.records) - 1)
+    batch = data.draw(st.lists(everybody, min_size=1, max_size=5, unique=True))
+    gone = data.draw(st.sampled_from(batch))
+    other = data.draw(everybody.filter(lambda record: record not in batch) | st.none())
+    rest = [record for record in batch if record != gone]
+    replaced = [record if record != gone else other for record in batch]
+
+    def somehow(batch: Sequence[Any]) -> Tensor:
+        seeded_anew()
+        with computed_again(data.draw(st.booleans()), data.draw(st.none() | st.integers(1, 3))):
+            return run.sum(batch, step, chunk_size=data.draw(st.integers(1, 6)))
+
+    first = somehow(batch)
+    assert (first - somehow(rest)).norm() <= BOUND * (1 + 1e-9)
+    if other is not None:
+        assert (first - somehow(replaced)).norm() <= 2 * BOUND * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_record_draws_differ_by_record_step_and_key(name: str) -> None:
+    """Rows that hold the same numbers: what differs is what they draw."""
+    run = Run("rows", name)
+    run.x[:], run.y[:] = run.x[0], run.y[0]
+    sums = [run.sum([0]), run.sum([0], step=1), Run("rows", name, RecordDraws(SEEDED)).sum([0])]
+    if name != "SeedsItself":  # whose NumPy numbers are always the same
+        sums.append(run.sum([1]))
+    for place, one in enumerate(sums):
+        assert all((one - other).norm() > 1e-6 for other in sums[:place])
+
+
+def test_record_draws_rows_and_copies_of_a_record_draw_for_themselves() -> None:
+    run = Run("units")
+    run.x[:], run.y[:] = run.x[0], run.y[0]
+    run.clipping = Clipping.flat(run.objective.params, 1e9)
+    three, one = run.sum([0]), run.sum([3])
+    assert (three - one).norm() > 1e-3
+    reader = RecordReader(Records.of_rows(2), taking((run.x,), run.y), augment=jittered, copies=3, draws=DRAWS)
+    reader.draw([0, 1])
+    copies = reader(0, 2).inputs[0].flatten(0, 1)
+    assert len(copies.unique(dim=0)) == 6
+
+
+def test_record_draws_are_right_in_a_source_of_a_batch_in_memory() -> None:
+    run = Run("rows")
+    params = run.objective.params
+
+    def summed(which: list[int], step: int = 0, **options: Any) -> Tensor:
+        options = {"draws": DRAWS.at(step), "records": which, "randomness": "different"} | options
+        sums = batch_source(run.objective.loss, params, (run.x[which],), run.y[which], has_aux=True, **options)(run.clipping).sums
+        return torch.cat([sums[name].flatten() for name in params])
+
+    torch.testing.assert_close(summed([3, 1, 6]), run.sum([1, 3, 6]), rtol=0, atol=1e-12)
+    torch.testing.assert_close(summed([3, 1, 6], 5, memory=0.0), run.sum([6, 1, 3], 5), rtol=0, atol=1e-12)
+    assert not summed([]).any()
+    with pytest.raises(ValueError, match="draws go with the numbers of the records"):
+        summed([1], records=None)
+    with pytest.raises(ValueError, match="not with randomness='same'"):
+        summed([1], randomness="same")
+
+
+# How often a draw comes out -------------------------------------------------------------------------------------------------------
+
+
+class OneWeight(nn.Module):
+    """A weight whose gradient is 0 where its mask is, and the input where it is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.w, 0.5) * x
+
+
+def test_record_draws_mask_frequency_where_chunks_are_halved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records that spoil their chunk whenever they are kept: the halves draw the same again, and so does a record by itself."""
+    x, count, steps = torch.full((8, 1), 1e30), 8, 50
+    objective = Objective(OneWeight(), lambda output, target: output.sum())
+    kept, spoilt = 0, 0
+    plain = clipped.Clipper._at_once
+
+    def at_once(self: Any, *rest: Any) -> Any:
+        nonlocal spoilt
+        found = plain(self, *rest)
+        spoilt += found is None
+        return found
+
+    monkeypatch.setattr(clipped.Clipper, "_at_once", at_once)
+    clipping = Clipping.flat(objective.params, 1e-3)
+    for step in range(steps):
+        found = batch_source(
+            objective.loss,
+            objective.params,
+            (x,),
+            None,
+            in_dims=(0, None),
+            has_aux=True,
+            randomness="different",
+            draws=DRAWS.at(step),
+            records=range(count),
+        )(clipping)
+        kept += int((found.records.norms != 0).sum())
+    assert spoilt > steps * count / 2
+    assert abs(kept / (steps * count) - 0.5) < 4.5 * 0.5 / (steps * count) ** 0.5  # beyond it once in 100,000 by chance
+
+
+# Datasets and augmentations -------------------------------------------------------------------------------------------------------
+
+
+class DrawingDataset:
+    """Rows that are changed at random as they are read."""
+
+    def __init__(self) -> None:
+        self.reads = 0
+
+    def __call__(self, rows: Rows) -> RecordBatch:
+        self.reads += 1
+        made = [torch.full((2,), float(row)) + torch.rand(2) + np.random.rand() + random.random() for row in rows]
+        return RecordBatch((torch.stack(made),), torch.from_numpy(rows))
+
+
+@pytest.mark.parametrize("augmented", [False, True])
+def test_record_draws_what_is_read_depends_on_the_record_and_the_step(augmented: bool) -> None:
+    options: dict[str, Any] = {"augment": lambda x: x * torch.rand(2) + random.random(), "copies": 2} if augmented else {}
+    dataset = DrawingDataset()
+    reader = RecordReader(Records.of_units(UNITS), dataset, draws=DRAWS, width=8, **options)
+    reader.draw([0, 1, 2, 3], step=3)
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    together = reader(0, 4)
+    after = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    assert torch.equal(before[0], after[0])
+    assert before[1:] == after[1:]
+    for place, record in enumerate(reader.drawn):
+        seeded_anew()
+        alone = RecordReader(Records.of_units(UNITS), DrawingDataset(), draws=DRAWS, width=8, **options)
+        alone.draw([record], step=3)
+        for one, all_of_them in zip(alone(0, 1).inputs, together.inputs, strict=True):
+            assert torch.equal(one[0], all_of_them[place])
+    x = reader(0, 4).inputs[0]
+    reader.draw([0, 1, 2, 3], step=4)
+    assert not (x == reader(0, 4).inputs[0]).any()
+
+
+def test_record_draws_a_dataset_that_draws_nothing_is_read_at_once() -> None:
+    class Counted(DrawingDataset):
+        def __call__(self, rows: Rows) -> RecordBatch:
+            self.reads += 1
+            return RecordBatch((torch.from_numpy(rows).float(),), None)
+
+    dataset = Counted()
+    reader = RecordReader(Records.of_rows(20), dataset, draws=DRAWS)
+    reader.draw(range(20))
+    reader(0, 12)
+    reader(12, 20)
+    assert dataset.reads == 2
+
+
+# The generators around ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["Noise", "SeedsItself", "OutsideOfTorch"])
+def test_record_draws_leave_global_generators_as_they_were(name: str) -> None:
+    run = Run("copies", name)
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    run.sum([0, 1, 2], chunk_size=2)
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1:] == (np.random.get_state()[1].tolist(), random.getstate())
+
+
+@torch.library.custom_op("psgrad_tests::shaken", mutates_args=())
+def shaken(x: Tensor) -> Tensor:
+    """Draws, and nobody is told."""
+    return x + torch.rand_like(x)
+
+
+@shaken.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_record_draws_an_operator_that_draws_in_secret_is_refused() -> None:
+    run = Run("rows")
+    run.model.inside = lambda x: x + torch.ops.psgrad_tests.shaken(torch.ones(8).double())  # type: ignore[method-assign]
+    with pytest.raises(ModelError, match="by an operator that PyTorch doesn't say of that it draws"):
+        run.sum([0, 1], chunk_size=1)
+
+
+def test_record_draws_a_generator_of_the_models_own_is_refused() -> None:
+    run, own = Run("rows"), torch.Generator()
+    run.model.inside = lambda x: x + torch.rand(8, generator=own)  # type: ignore[method-assign]
+    with pytest.raises((ModelError, TransformError), match="aten::rand.generator draws from a generator of its own"):
+        run.sum([0, 1])
