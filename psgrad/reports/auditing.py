@@ -67,7 +67,11 @@ def noise_words(result: DPAuditResult) -> str:
     noise = result.noise
     if not noise.numbers:
         return "none is declared"
-    alarms = f"; ALARM: {', '.join(noise.alarms)}" if noise.alarms else "; no number in it that repeats another, no other shape"
+    alarms = (
+        f"; ALARM: {', '.join(noise.alarms)}"
+        if noise.alarms
+        else "; no number in it that repeats another, no other shape, none off its grid"
+    )
     return f"{noise.spread:.4f} of the declared standard deviation, over {count(noise.numbers, 'number')}{alarms}"
 
 

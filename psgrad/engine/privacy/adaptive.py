@@ -10,6 +10,7 @@ import torch
 
 from psgrad.engine.privacy.generators import Generator
 from psgrad.engine.privacy.relation import Relation
+from psgrad.engine.privacy.rounding import noisy
 from psgrad.errors import ConfigError
 
 # Where the bound stays, however long the norms do: clipping takes no other.
@@ -75,6 +76,9 @@ class AdaptiveBound:
         return replace(self, bound=min(max(self.bound * factor, _SMALLEST), _LARGEST))
 
     def next(self, below: torch.Tensor, expected_batch_size: float, relation: Relation, generator: Generator) -> AdaptiveBound:
-        """The bound for the next step, from which of the drawn records with a gradient had a norm below this one: [n] bool, n = 0 even."""
-        drawn = float(generator.normal((1,), dtype=torch.float64).item())
-        return self.updated(self.count(below) + self.standard_deviation(relation) * drawn, expected_batch_size)
+        """The bound for the next step, from which of the drawn records with a gradient had a norm below this one: [n] bool, n = 0 even.
+
+        The noisy count is rounded to a public grid, as the sums are.
+        """
+        count = torch.tensor([self.count(below)], dtype=torch.float64)
+        return self.updated(float(noisy(count, self.standard_deviation(relation), generator)), expected_batch_size)

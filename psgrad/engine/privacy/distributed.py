@@ -37,7 +37,9 @@ class SharedGenerator(Generator):
         if dist.get_rank(group) == 0 and generator is None:
             raise ValueError("the first process of a group draws the numbers, and needs a generator")
         self.name = f"of the first process: {generator.name}" if generator is not None else "of the first process"
-        self.secure = bool(self._heard(torch.tensor([int(self._own.secure) if self._own is not None else 0])).item())
+        own = torch.tensor([float(self._own.secure), self._own.reach] if self._own is not None else [0.0, 0.0], dtype=torch.float64)
+        secure, self.reach = self._heard(own).tolist()
+        self.secure = bool(secure)
 
     def uint64(self, n: int) -> np.ndarray:
         drawn = torch.from_numpy(self._own.uint64(n).view(np.int64)) if self._own is not None else torch.empty(n, dtype=torch.int64)

@@ -11,6 +11,7 @@ copied. The key is never shown.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import threading
 import weakref
@@ -22,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from psgrad.engine.privacy.box_muller import normals
+from psgrad.engine.privacy.box_muller import REACH, normals
 from psgrad.errors import ConfigError
 
 Kind = Literal["aes", "torch"]
@@ -36,11 +37,13 @@ _SLACK = 15  # older versions of the library ask for room for one more cipher bl
 class Generator(ABC):
     """A stream of random bits, and what is made of them.
 
-    name: which generator it is, as the ledger has it. secure: whether it is a cryptographic one with a secret key.
+    name: which generator it is, as the ledger has it. secure: whether it is a cryptographic one with a secret key. reach: the largest
+    normal number that it gives, in standard deviations.
     """
 
     name: str
     secure: bool
+    reach: float
 
     @abstractmethod
     def uint64(self, n: int) -> np.ndarray:
@@ -80,6 +83,8 @@ class SecureGenerator(Generator):
         key: 32 bytes; None for a fresh one from the operating system, which alone is secure.
         name: what the ledger is to call it.
     """
+
+    reach = REACH
 
     def __init__(self, key: bytes | None = None, name: str = "aes-256-ctr") -> None:
         self.name, self.secure = name, key is None
@@ -132,6 +137,8 @@ class TorchGenerator(Generator):
         seed: None for one from the operating system.
         name: what the ledger is to call it.
     """
+
+    reach = math.sqrt(106 * math.log(2))  # torch.randn is Box and Muller's, with uniforms of 53 bits
 
     def __init__(self, seed: int | None = None, name: str = "torch") -> None:
         self.name, self.secure = name, False

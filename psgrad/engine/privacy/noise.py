@@ -14,6 +14,7 @@ from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.discrete import LARGEST_SIGMA, SMALLEST_SIGMA, discrete_gaussian
 from psgrad.engine.privacy.generators import Generator
 from psgrad.engine.privacy.relation import Relation
+from psgrad.engine.privacy.rounding import noisy
 from psgrad.errors import ConfigError
 
 Mechanism = Literal["gaussian", "discrete_gaussian"]
@@ -28,8 +29,8 @@ class Noise:
 
     Args:
         multiplier: z; 0 adds nothing, and epsilon is infinite.
-        mechanism: 'gaussian' draws floating-point numbers, and its guarantee is stated for real ones; 'discrete_gaussian' draws integers on
-            the grid that each clipped record is rounded to (Clipping.grid), and is exact.
+        mechanism: 'gaussian' draws in float64, and rounds what is released to a public grid (`rounding.py`); 'discrete_gaussian' draws
+            integers on the grid that each clipped record is rounded to (Clipping.grid), and is exact.
 
     Raises:
         ConfigError: the multiplier is negative or not finite, or there is no such mechanism.
@@ -56,11 +57,12 @@ class Noise:
         """name -> sum plus noise, drawn for each coordinate by itself; the sums stay as they are.
 
         Args:
-            sums: float32 or float64, and noise of the same; for discrete noise int64, multiples of the grid. All tensors that are
-                released have to be among them, and whatever was summed into them was clipped by `clipping`. Zeros where the batch is empty.
+            sums: float32 or float64; for discrete noise int64, multiples of the grid. All tensors that are released have to be among
+                them, and whatever was summed into them was clipped by `clipping`. Zeros where the batch is empty.
 
         Returns:
-            Tensors like the sums; for discrete noise float64, the noisy integers times the grid.
+            Tensors like the sums, multiples of `grid_of` the standard deviation; for discrete noise float64, the noisy integers times the
+            clipping's grid.
 
         Raises:
             ConfigError: the sums have another dtype, the clipping has no grid where one is needed or has one where none is, or the grid is
@@ -80,12 +82,13 @@ class Noise:
         kinds: dict[tuple[torch.dtype, torch.device], list[str]] = {}
         for name, value in sums.items():
             kinds.setdefault((value.dtype, value.device), []).append(name)
-        noisy: dict[str, Tensor] = {}
-        for (dtype, device), names in kinds.items():
-            sizes = [sums[name].numel() for name in names]
-            parts = generator.normal((sum(sizes),), dtype, device).mul_(deviation).split(sizes)
-            noisy.update((name, part.view(sums[name].shape).add_(sums[name])) for name, part in zip(names, parts, strict=True))
-        return {name: noisy[name] for name in sums}
+        found: dict[str, Tensor] = {}
+        for names in kinds.values():
+            flat = [sums[name].reshape(-1) for name in names]
+            together = noisy(torch.cat(flat) if len(flat) > 1 else flat[0], deviation, generator)
+            parts = together.split([part.numel() for part in flat])
+            found.update((name, part.view(sums[name].shape)) for name, part in zip(names, parts, strict=True))
+        return {name: found[name] for name in sums}
 
     def _discrete(self, value: Tensor, sigma: float, grid: float, generator: Generator) -> Tensor:
         if self.multiplier:

@@ -9,7 +9,10 @@ import pickle
 import threading
 import warnings
 from collections.abc import Iterator
+from decimal import Context, Decimal
+from fractions import Fraction
 
+import mpmath
 import numpy as np
 import pytest
 import torch
@@ -237,30 +240,82 @@ def test_normals_in_inference_mode_and_under_another_default_device(threads: Non
         assert torch.equal(SecureGenerator(b"i" * 32).normal((6 * PAIRS,)), expected)
 
 
+def exact_radius(word: int, further: int) -> float:
+    """sqrt(-2 ln U) in decimal arithmetic, U from the first 64 bits and, near 0, from 8,192 further ones."""
+    k, step = abs(word), Fraction(1, 2**63)
+    if k >= 2**46:
+        uniform = min(k * step + Fraction(1, 2**65), Fraction(1))
+    else:
+        within = Fraction(2 * further + 1, 2**8193)
+        uniform = step * (within / 2 if k == 0 else k - Fraction(1, 2) + within)
+    context = Context(prec=60)
+    ratio = context.divide(Decimal(uniform.numerator), Decimal(uniform.denominator))
+    return float(context.sqrt(context.multiply(Decimal(-2), context.ln(ratio))))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("word", "radius"),
-    [
-        (0, math.sqrt(130 * math.log(2))),  # U = 2^-65, the smallest
-        (1, math.sqrt(126 * math.log(2) - 2 * math.log(1.25))),  # U = 2^-63 + 2^-65
-        (-1, math.sqrt(126 * math.log(2) - 2 * math.log(1.25))),
-        (-(2**63), 0.0),  # U = 1
-        (2**63 - 1, 0.0),
-        (2**62, math.sqrt(2 * math.log(2))),
-    ],
-)
-def test_the_extreme_bits_give_finite_normals(word: int, radius: float, dtype: torch.dtype) -> None:
-    # One pair: eight bytes of radius, then an angle of bits 0: cos = 1.
+@pytest.mark.parametrize("word", [0, 1, -1, 2, 1000, -(2**40), 2**46 - 1, 2**46, 2**47, 2**62, 2**63 - 1, -(2**63)])
+def test_normals_radius_extreme_bits(word: int, dtype: torch.dtype) -> None:
+    # One pair: eight bytes of radius, then an angle of bits 0: cos = 1. The further bits begin with the same.
     pattern = word.to_bytes(8, "little", signed=True) + bytes(8)
+    radius = exact_radius(word, int.from_bytes(pattern * 64, "little"))
     found = PlantedStream(pattern).normal((2,), dtype)
-    assert found[0] == pytest.approx(radius, rel=1e-6, abs=1e-9)
+    assert found[0] == pytest.approx(radius, rel=1e-6 if dtype == torch.float32 else 1e-15, abs=1e-9)
     assert found[1] == 0
     # And with every other angle at the ends of its range.
     for angle in (b"\x80\x00", b"\x7f\xff", b"\xff\xff", b"\x00\x01"):
         bits = word.to_bytes(8, "little", signed=True) + (angle[:1] + angle[1:] * 7)[::-1]
         pair = PlantedStream(bits).normal((2,), dtype).double()
         assert pair.isfinite().all()
-        assert pair.norm() == pytest.approx(radius, rel=1e-6, abs=1e-9)
+        assert pair.norm() == pytest.approx(exact_radius(word, int.from_bytes(bits * 64, "little")), rel=1e-6, abs=1e-9)
+
+
+def test_normals_reach_all_zero_bits() -> None:
+    """The largest value is that of bits that are all zero, and no normal variable of any run is beyond it."""
+    largest = PlantedStream(bytes(16)).normal((2,), torch.float64)[0].item()
+    assert largest == pytest.approx(SecureGenerator.reach, rel=1e-15)
+    assert stats.norm.logsf(largest) < 10**3 * math.log(1e-2)
+    # What a sum that a record moved by 1/z deviations can't show: for z = .3 and delta = 1e-12, and for much less noise.
+    assert stats.norm.sf(largest - 1 / 0.3) == 0
+    assert stats.norm.sf(largest - 50) == 0
+    assert stats.norm.sf(math.sqrt(130 * math.log(2)) - 1 / 0.3) > 1e-12  # where U has 64 bits and no more
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_normals_further_bits_of_a_pair_are_its_own(dtype: torch.dtype) -> None:
+    """A small U, in any pair of any block, takes its bits from a stretch of the stream that nothing else takes."""
+
+    class Rarely(Watched):
+        def _write(self, start: int, size: int, out: np.ndarray) -> None:
+            super()._write(start, size, out)
+            if size != 1024:  # the first bits of a block of pairs: every hundredth radius becomes tiny
+                out[: size - size % 8].view(np.int64)[::100] = 5
+
+    generator = Rarely()
+    values = generator.normal((3 * PAIRS,), dtype)
+    assert len(generator.used) == len(set(generator.used)) <= generator._counter
+    far = values[:PAIRS:100].double().hypot(values[PAIRS : 2 * PAIRS : 100].double())
+    assert far.min() > 8.9
+    assert len(set(far.tolist())) > 200  # and not the one radius that 64 bits of 5 give
+
+
+@given(st.lists(st.tuples(st.integers(-(2**63), 2**63 - 1), st.integers(0, 52), st.integers(-(2**63), 2**63 - 1)), min_size=1, max_size=50))
+def test_normals_float64_error_is_below_the_stated_bound(words: list[tuple[int, int, int]]) -> None:
+    """2^-50 of the radius: docs/dp.md's figure for what is left of floating point rests on it."""
+    with mpmath.workprec(200):
+        for word, shift, angle in words:
+            k = word >> shift
+            bits = k.to_bytes(8, "little", signed=True) + angle.to_bytes(8, "little", signed=True)
+            pair = PlantedStream(bits).normal((2,), torch.float64).tolist()
+            whole = Fraction(2 * int.from_bytes(bits * 64, "little") + 1, 2**8193)
+            uniform = abs(k) + Fraction(1, 4) if abs(k) >= 2**46 else whole / 2 if k == 0 else abs(k) - Fraction(1, 2) + whole
+            uniform = min(uniform / 2**63, Fraction(1))
+            radius = mpmath.sqrt(-2 * mpmath.log(mpmath.mpf(uniform.numerator) / mpmath.mpf(uniform.denominator)))
+            if radius < 2.0**-8:
+                continue
+            turn = mpmath.pi * angle / 2**63
+            for found, expected in zip(pair, (radius * mpmath.cos(turn), radius * mpmath.sin(turn)), strict=True):
+                assert abs(found - expected) < 2.0**-50 * radius
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,4 +1,5 @@
-"""Whether what a step adds to its clipped sum is the noise that it declares: its spread, its shape, and no number of it used twice.
+"""Whether what a step adds to its clipped sum is the noise that it declares: its spread, its shape, no number of it used twice, and no
+number that is released off its public grid.
 
 The auditor knows the clipped sums, so the noise is what is left of the noisy ones, and no canary is needed to look at it. Each question is
 a test whose probability of a false alarm is known.
@@ -12,7 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
+
+from psgrad.engine.privacy.rounding import grid_of
 
 Array = np.ndarray[Any, Any]
 
@@ -52,13 +56,16 @@ class NoiseLog:
         self._steps: list[Array] = []
         self._pieces: list[Array] = []
         self._coarsest = 0.0
+        self._off_grid = False
 
     def add(self, noisy: Mapping[str, Tensor], clean: Mapping[str, Tensor], std: float, grid: float | None = None) -> None:
         """One step: its noisy and its clipped sums (multiples of the grid, where there is one), and the noise's declared std, above 0."""
+        released_on = grid_of(std) if grid is None else grid
         step: list[Array] = []
         room = _KEPT if sum(map(len, self._steps)) < _ENOUGH else _KEPT_LATER
         for name, value in noisy.items():
             head = value.detach().flatten()[: max(room, _KEPT_OF_A_TENSOR)].cpu().double()
+            self._off_grid |= not torch.equal((head / released_on).round() * released_on, head)
             before = clean[name].detach().flatten()[: len(head)].cpu().double() * (1.0 if grid is None else grid)
             noise: Array = ((head - before) / std).numpy()
             if len(noise) >= _SMALLEST_PIECE and len(self._pieces) < _MOST_PIECES:
@@ -84,6 +91,7 @@ class NoiseLog:
             "mean": 2 * float(norm.sf(abs(float(numbers.sum())) / math.sqrt(n))),
             "alike in two steps": _most_alike(self._steps),
             "alike in two tensors": _most_alike(self._pieces),
+            "off the public grid": 0.0 if self._off_grid else 1.0,  # which no rounded number is
         }
         # Noise on a grid has steps in its distribution, which a comparison with a smooth one must not see.
         if self._coarsest * math.sqrt(n) < 0.05:

@@ -53,9 +53,9 @@ class Tape:
 class _Told(Generator):
     """A generator each of whose draws is one call of `_give(asked, draw)`."""
 
-    def __init__(self, name: str, secure: bool) -> None:
+    def __init__(self, name: str, secure: bool, reach: float) -> None:
         super().__init__()
-        self.name, self.secure = name, secure
+        self.name, self.secure, self.reach = name, secure, reach
 
     def uint64(self, n: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
         drawn: np.ndarray[Any, np.dtype[np.uint64]] = self._give(("uint64", n)).copy()
@@ -78,7 +78,7 @@ class _Told(Generator):
 
 class _Recording(_Told):
     def __init__(self, generator: Generator, drawn: list[tuple[tuple[Any, ...], Any]]) -> None:
-        super().__init__(generator.name, generator.secure)
+        super().__init__(generator.name, generator.secure, generator.reach)
         self._generator, self._drawn = generator, drawn
 
     def _give(self, asked: tuple[Any, ...]) -> Any:
@@ -89,7 +89,7 @@ class _Recording(_Told):
 
 class _Replaying(_Told):
     def __init__(self, drawn: list[tuple[tuple[Any, ...], Any]]) -> None:
-        super().__init__("tape", secure=False)
+        super().__init__("tape", secure=False, reach=math.inf)
         self._drawn, self._next = drawn, 0
 
     def _give(self, asked: tuple[Any, ...]) -> Any:

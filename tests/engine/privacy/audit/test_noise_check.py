@@ -11,10 +11,15 @@ import torch
 from torch import Tensor
 
 from psgrad.engine.privacy.audit import FALSE_ALARM, NoiseCheck, NoiseLog
+from psgrad.engine.privacy.rounding import grid_of
 
 SHAPES = {"weight": (60, 50), "bias": (60,), "tiny": (3,)}
 STD = 0.7
 Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
+
+
+def on_grid(value: Tensor, std: float) -> Tensor:
+    return (value / grid_of(std)).round() * grid_of(std)
 
 
 def logged(draw: Draw, seed: int = 0, steps: int = 4, offset: float = 100.0) -> NoiseCheck:
@@ -22,7 +27,8 @@ def logged(draw: Draw, seed: int = 0, steps: int = 4, offset: float = 100.0) -> 
     random, log = np.random.default_rng(seed), NoiseLog()
     for _ in range(steps):
         clean = {name: torch.from_numpy(offset * random.normal(size=shape)) for name, shape in SHAPES.items()}
-        log.add({name: value + torch.from_numpy(STD * draw(random, tuple(value.shape))) for name, value in clean.items()}, clean, STD)
+        noisy = {name: value + torch.from_numpy(STD * draw(random, tuple(value.shape))) for name, value in clean.items()}
+        log.add({name: on_grid(value, STD) for name, value in noisy.items()}, clean, STD)
     return log.check()
 
 
@@ -76,10 +82,23 @@ def test_noise_of_the_opposite_sign_is_a_repetition_too() -> None:
 def test_one_step_of_one_tensor_has_nothing_to_compare() -> None:
     log, random = NoiseLog(), np.random.default_rng(0)
     clean: dict[str, Tensor] = {"only": torch.zeros(500, dtype=torch.float64)}
-    log.add({"only": torch.from_numpy(random.normal(size=500))}, clean, 1.0)
+    log.add({"only": on_grid(torch.from_numpy(random.normal(size=500)), 1.0)}, clean, 1.0)
     check = log.check()
     assert (check.p_values["alike in two steps"], check.p_values["alike in two tensors"]) == (1.0, 1.0)
     assert check.alarms == []
+
+
+@pytest.mark.parametrize("grid", [None, 2.0**-8])
+def test_noise_check_one_number_off_the_public_grid(grid: float | None) -> None:
+    random, std = np.random.default_rng(2), 0.3
+    step = grid_of(std) if grid is None else grid
+    clean = torch.zeros(500, dtype=torch.float64 if grid is None else torch.int64)
+    released = torch.from_numpy(np.round(std / step * random.normal(size=500)) * step)
+    for planted, alarms in ((0.0, []), (step / 1024, ["off the public grid"])):
+        released[17] += planted
+        log = NoiseLog()
+        log.add({"w": released}, {"w": clean}, std, grid)
+        assert log.check().alarms == alarms
 
 
 def test_integers_on_a_grid_are_put_to_scale_and_coarse_ones_not_asked_for_their_shape() -> None:

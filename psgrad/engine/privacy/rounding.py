@@ -1,0 +1,76 @@
+"""Gaussian noise on a number, drawn in float64, and their sum rounded to a public grid.
+
+A floating-point sum plus floating-point noise has its low bits from both: where no record has a part in a number, the released one is a
+value of the noise alone, and values that noise alone can't have tell that a record was there (Mironov, "On Significance of the Least
+Significant Bits for Differential Privacy", 2012). So what is released is a whole number of steps of a grid, 2^-12 to 2^-13 of the noise's
+standard deviation, which follows from that public number and from nothing else. With and without a record the same steps can come out.
+
+What a released number is, exactly: the value x is taken apart into whole steps w and a rest f of at most half a step, both without
+rounding (the grid is a power of two). The noise t is drawn in steps, and w + round(f + t) is released. Its float32 form, a weight that is
+updated by it, and all else that is made of it depends on x by this whole number alone.
+
+What is left of floating point is in f + t. The rounding of t and of f + t moves the edges of a step by less than 2^-33 of a step for normal
+numbers of radius up to 12 (`box_muller` has the errors), and the finitely many values that t has are so dense (2^-35 of a step's
+probability) that each step's probability is that of the Gaussian within a factor 1 +- 2^-32. docs/dp.md says what that adds to epsilon.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from psgrad.engine.privacy.generators import Generator
+from psgrad.errors import ConfigError
+
+GRID_BITS = 12
+"""The grid is 2^-GRID_BITS of the noise's standard deviation, rounded down to a power of two."""
+
+# Numbers that are in float64 at a time. Two blocks of normals for each of eight threads.
+_PIECE = 1 << 20
+# Deviations that leave room in float64 for the grid, and for sums of many of them.
+_SMALLEST, _LARGEST = 2.0**-900, 2.0**900
+
+
+def grid_of(deviation: float) -> float:
+    """The step that numbers with noise of this standard deviation are rounded to: 2^(floor(log2(deviation)) - 12).
+
+    Raises ConfigError for a deviation that is no positive number, or so far from 1 that float64 has no room for the grid.
+    """
+    if not _SMALLEST <= deviation <= _LARGEST:
+        raise ConfigError(
+            f"the noise's standard deviation is {deviation:g}",
+            expected=f"a number from {_SMALLEST:.2g} to {_LARGEST:.2g}: what is released is rounded to a grid of 2^-{GRID_BITS} of it",
+            next_step="correct the noise multiplier or the clipping norm",
+        )
+    return math.ldexp(1.0, math.frexp(deviation)[1] - 1 - GRID_BITS)
+
+
+def noisy(values: Tensor, deviation: float, generator: Generator) -> Tensor:
+    """The values plus normal noise of this standard deviation, in whole steps of `grid_of(deviation)`.
+
+    Args:
+        values: float32 or float64, any shape. They stay as they are.
+
+    Returns:
+        A tensor like the values. One of float32 holds the nearest number to so many steps, which is so many steps up to 2^24 of them.
+    """
+    grid = grid_of(deviation)
+    found = torch.empty(values.shape, dtype=values.dtype, device=values.device)
+    flat, out = values.reshape(-1), found.view(-1)
+    for start in range(0, flat.numel(), _PIECE):
+        steps = flat[start : start + _PIECE].to(torch.float64, copy=True).div_(grid)
+        drawn = generator.normal((len(steps),), torch.float64, values.device).mul_(deviation / grid)
+        out[start : start + _PIECE] = whole_steps(steps, drawn).mul_(grid)
+    return found
+
+
+def whole_steps(steps: Tensor, drawn: Tensor) -> Tensor:
+    """The whole number nearest to steps + drawn, float64; both are overwritten.
+
+    The whole part of `steps` is set aside first, so that its size has no part in the rounding. Zero comes without a sign, which would be
+    that of the rest.
+    """
+    whole = steps.round()
+    return drawn.add_(steps.sub_(whole)).round_().add_(whole).add_(0.0)

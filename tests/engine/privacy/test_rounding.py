@@ -1,0 +1,211 @@
+"""Released numbers on a public grid: which values can come out does not depend on a record, and their probabilities are the Gaussian's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+from torch import Tensor, nn
+
+from psgrad.engine.privacy import rounding
+from psgrad.engine.privacy.adaptive import AdaptiveBound
+from psgrad.engine.privacy.clipping import Clipping
+from psgrad.engine.privacy.generators import Generator, make_generator
+from psgrad.engine.privacy.noise import Noise
+from psgrad.engine.privacy.rounding import grid_of, noisy, whole_steps
+from psgrad.engine.privacy.sampling import Sampling
+from psgrad.engine.privacy.source import GradientSource, batch_source
+from psgrad.engine.privacy.step import PrivateTraining, private_sum
+from psgrad.errors import ConfigError
+
+ALPHA = 1e-4
+EVERY = Sampling("poisson", sample_rate=1.0)
+Released = Callable[[torch.dtype, int, bool, Generator], Tensor]
+
+
+class Draws(Generator):
+    """Gives these normals, one after another."""
+
+    name, secure, reach = "chosen", False, math.inf
+
+    def __init__(self, values: Sequence[float]) -> None:
+        self.values = torch.tensor(values, dtype=torch.float64)
+
+    def uint64(self, n: int) -> np.ndarray:
+        raise AssertionError("normals alone are drawn")
+
+    def normal(self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
+        assert dtype == torch.float64
+        taken, self.values = self.values[: math.prod(shape)], self.values[math.prod(shape) :]
+        return taken.reshape(tuple(shape)).clone()
+
+
+# -- the attack ----------------------------------------------------------------------------------------------------------------------------
+
+
+OUTPUTS, MULTIPLIER = 12_000, 2.0
+
+
+def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    return torch.tanh(params["w"] @ x).sum()
+
+
+def columns_source(params: dict[str, Tensor], target: bool, seed: int) -> GradientSource:
+    """20 records whose last feature is zero, and one, the target, that alone has something there."""
+    rows = torch.randn(21, 4, generator=torch.Generator().manual_seed(seed), dtype=params["w"].dtype)
+    rows[:20, -1], rows[20, -1] = 0, 3
+    return batch_source(loss, params, rows if target else rows[:20])
+
+
+def finest(values: Tensor) -> int:
+    """The smallest place of a bit that is set in any of these numbers, as an exponent of 2."""
+    fractions, exponents = np.frexp(values.double().numpy()[values.numpy() != 0])
+    mantissas = np.ldexp(fractions, 53).astype(np.int64)
+    return int((exponents - 53 + np.log2((mantissas & -mantissas).astype(np.float64)).astype(np.int64)).min())
+
+
+def memberships_guessed(released: Released, dtype: torch.dtype, games: int = 40) -> int:
+    """How many of so many coins the best rule of this kind gets right: a column whose finest bit is above a threshold is the target's."""
+    coins = np.random.default_rng(5).random(games) < 0.5
+    places = [finest(released(dtype, seed, bool(coin), make_generator("aes", seed=seed))) for seed, coin in enumerate(coins)]
+    return max(int(np.count_nonzero((np.array(places) > threshold) == coins)) for threshold in range(-90, 10))
+
+
+def noisy_column(dtype: torch.dtype, seed: int, target: bool, generator: Generator) -> Tensor:
+    """The last column of a released noisy sum."""
+    params = {"w": torch.zeros(OUTPUTS, 4, dtype=dtype)}
+    source = columns_source(params, target, seed)
+    return private_sum(source, Clipping.flat(params, 1.0), Noise(MULTIPLIER), "add_or_remove_one", generator).sums["w"][:, -1]
+
+
+def weights_column(dtype: torch.dtype, seed: int, target: bool, generator: Generator) -> Tensor:
+    """What plain SGD added to the column, from the weights before and after it."""
+    weights = nn.Parameter(torch.zeros(OUTPUTS, 4, dtype=dtype))  # a difference of weights then has all bits that the update had
+    training = PrivateTraining(
+        {"w": weights},
+        lambda drawn: columns_source({"w": weights.detach()}, target, seed),
+        21,
+        clipping=Clipping.flat(["w"], 1.0),
+        noise=lambda step: Noise(MULTIPLIER),
+        sampling=EVERY,
+        relation="add_or_remove_one",
+        expected_batch_size=16.0,
+        optimizer=torch.optim.SGD([weights], lr=0.5),
+        generator=generator,
+    )
+    training.step()
+    return -weights.detach()[:, -1]
+
+
+def unrounded(values: Tensor, deviation: float, generator: Generator) -> Tensor:
+    """Noise in the sum's own type, and no grid: what releases must not be."""
+    return generator.normal(values.shape, values.dtype).mul_(deviation).add_(values)
+
+
+@pytest.mark.parametrize(
+    ("released", "dtype"), [(noisy_column, torch.float32), (noisy_column, torch.float64), (weights_column, torch.float32)]
+)
+def test_released_bits_do_not_tell_membership(released: Released, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A column that one record alone fills: without the rounding, its finest bits tell in nearly every game whether the record is there."""
+    assert memberships_guessed(released, dtype) < 31  # 40 coins come out so, or better, once in 3,000 times
+    monkeypatch.setattr("psgrad.engine.privacy.noise.noisy", unrounded)
+    assert memberships_guessed(released, dtype) >= 39
+
+
+@given(st.floats(-3, 3), st.sampled_from([0.4, 1.0, 1.94, 37.0]), st.integers(-3000, 3000))
+def test_noisy_every_step_within_reach_comes_out(value: float, deviation: float, wanted: int) -> None:
+    """The values that can come out are those of the grid, whatever is summed: some draw leads from any value to any step."""
+    grid = grid_of(deviation)
+    drawn = (wanted * grid - value) / deviation
+    released = noisy(torch.tensor([value], dtype=torch.float64), deviation, Draws([drawn]))
+    assert released.item() == wanted * grid
+    assert math.copysign(1, released.item()) == (1 if wanted >= 0 else -1)
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, -1e-5, 1e-5, -1e-300])
+def test_noisy_zero_has_no_sign(value: float) -> None:
+    for drawn in (0.0, -0.0, -1e-6, 1e-6):
+        for dtype in (torch.float32, torch.float64):
+            released = noisy(torch.tensor([value], dtype=dtype), 1.0, Draws([drawn]))
+            assert (released.item(), math.copysign(1, released.item())) == (0.0, 1.0)
+
+
+@given(
+    st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=20),
+    st.floats(1e-3, 1e3),
+    st.integers(0, 2**32),
+)
+def test_noisy_is_the_nearest_step_to_sum_and_noise(values: list[float], deviation: float, seed: int) -> None:
+    """Beside exact arithmetic, where the sum is nearer to one step than rounding can have moved it."""
+    drawn = make_generator("aes", seed=seed).normal((len(values),), torch.float64)
+    grid = grid_of(deviation)
+    released = noisy(torch.tensor(values, dtype=torch.float64), deviation, make_generator("aes", seed=seed))
+    for value, normal, found in zip(values, drawn.tolist(), released.tolist(), strict=True):
+        exact = (Fraction(value) + Fraction(deviation) * Fraction(normal)) / Fraction(grid)
+        assert abs(Fraction(found) / Fraction(grid) - exact) <= Fraction(1, 2) + Fraction(1, 2**33)
+        assert (found / grid).is_integer()
+
+
+def test_noisy_probability_of_each_step_is_the_gaussians() -> None:
+    """Sums between two steps move no probability: the share of each step is that of the Gaussian around the sum itself."""
+    deviation, n = 1.0, 400_000
+    for place, value in enumerate((0.0, grid_of(1.0) * 0.3, 12345.678)):
+        released = noisy(torch.full((n,), value, dtype=torch.float64), deviation, make_generator("aes", seed=place))
+        steps = ((released - math.floor(value)) / grid_of(1.0)).numpy()
+        rest = value - math.floor(value)
+        edges = np.array([-np.inf, *np.arange(-3, 3.01, 0.25), np.inf])
+        within = np.floor(edges[1:-1] / grid_of(1.0)) + 0.5  # between two steps
+        probabilities = np.diff([0.0, *stats.norm.cdf(within * grid_of(1.0) - rest), 1.0])
+        counts = np.histogram(steps, [-np.inf, *within, np.inf])[0]
+        assert stats.chisquare(counts, n * probabilities).pvalue > ALPHA
+
+
+def test_whole_steps_large_sum_leaves_the_noise_its_precision() -> None:
+    """A sum of 2^40 steps is set aside before the noise is rounded."""
+    for off, expected in ((-(2.0**-50), 2.0**40), (2.0**-50, 2.0**40 + 1)):
+        steps, drawn = (torch.tensor([value], dtype=torch.float64) for value in (2.0**40 + 0.25, 0.25 + off))
+        assert whole_steps(steps, drawn).item() == expected
+
+
+def test_noisy_pieces_of_a_large_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounding, "_PIECE", 7)
+    values = torch.arange(60, dtype=torch.float64).reshape(3, 20).t()
+    drawn = np.random.default_rng(0).normal(size=60).tolist()
+    released = noisy(values, 0.01, Draws(drawn))
+    assert released.shape == (20, 3)
+    torch.testing.assert_close(
+        released, values + 0.01 * torch.tensor(drawn, dtype=torch.float64).reshape(20, 3), rtol=0, atol=grid_of(0.01)
+    )
+
+
+@pytest.mark.parametrize(
+    ("deviation", "grid"), [(1.0, 2.0**-12), (1.999, 2.0**-12), (2.0, 2.0**-11), (0.7, 2.0**-13), (2.0**-800, 2.0**-812)]
+)
+def test_grid_of_is_a_power_of_two_near_a_4096th(deviation: float, grid: float) -> None:
+    assert grid_of(deviation) == grid
+
+
+@pytest.mark.parametrize("deviation", [0.0, -1.0, 1e-320, math.inf, math.nan])
+def test_grid_of_refuses_what_has_no_grid(deviation: float) -> None:
+    with pytest.raises(ConfigError) as caught:
+        grid_of(deviation)
+    assert "standard deviation" in caught.value.arrived
+    assert caught.value.next_step
+
+
+def test_adaptive_count_is_released_on_a_grid() -> None:
+    """The bound that follows tells the noisy count, which has no bits of the noise's own."""
+    adaptive = AdaptiveBound(1.0, learning_rate=1.0, count_multiplier=3.0)
+    grid = grid_of(adaptive.standard_deviation("add_or_remove_one"))
+    for seed in range(20):
+        below = torch.tensor([True, False, True])
+        drawn = make_generator("aes", seed=seed).normal((1,), torch.float64).item()
+        count = round((0.5 + adaptive.standard_deviation("add_or_remove_one") * drawn) / grid) * grid
+        assert adaptive.next(below, 8.0, "add_or_remove_one", make_generator("aes", seed=seed)) == adaptive.updated(count, 8.0)
