@@ -18,7 +18,9 @@ from safetensors.torch import load_file
 from scipy import stats
 
 from psgrad.engine.privacy.accounting import Epsilon
+from psgrad.engine.privacy.rounding import residual_epsilon
 from psgrad.results import STEP_COLUMNS, STEP_KEYS
+from psgrad.workflows.private_statement import Statement
 from tests.oracles import one_sample_gradients
 from tests.private_workplace import EXACT, PrivateWorkplace
 from tests.workplace import ROWS, Workplace
@@ -80,6 +82,45 @@ def test_the_noisy_sum_of_the_last_step_is_released_too(private: PrivateWorkplac
     released = load_file(private.run_folder / "public" / "noisy_sum.safetensors")
     for name, after in private.weights().items():
         torch.testing.assert_close(after, before[name] - 0.1 * released[name] / 12)
+
+
+def test_rounding_is_stated_and_kept_to(private: PrivateWorkplace) -> None:
+    private.config["engine"]["dtype"] = "float32"
+    private.privacy["noise"] = {"multiplier": 2.3}
+    private.succeeded("--steps", "3")
+    step, numbers = private.step(), sum(value.numel() for value in private.weights().values())
+    assert step["rounding"] == {
+        "grid": 2.0**-12,  # of noise with standard deviation 2.3 * 0.5
+        "formula": "2^(floor(log2(noise_std)) - 12)",
+        "residual_epsilon": residual_epsilon(3 * numbers, 0.01),
+        "unrounded_steps": 0,
+    }
+    assert [line["noise_grid"] for line in private.ledger("step")] == [2.0**-12] * 3
+    released = load_file(private.run_folder / "public" / "noisy_sum.safetensors")
+    for value in released.values():
+        steps = value.double() / 2.0**-12
+        assert torch.equal(steps, steps.round())
+    assert "what is left of floating point adds at most" in step["guarantee"]
+
+
+def test_rounding_of_steps_that_an_earlier_version_took_is_not_claimed(private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = Statement.ledger_line
+
+    def as_before(self: Statement, *arguments: Any) -> dict[str, Any]:
+        return {key: value for key, value in line(self, *arguments).items() if key != "noise_grid"}
+
+    with monkeypatch.context() as earlier:
+        earlier.setattr(Statement, "ledger_line", as_before)
+        private.succeeded("--steps", "2")
+    private.succeeded("--resume")
+    assert private.step()["rounding"]["unrounded_steps"] == 2
+    assert "2 steps of an earlier version had noise whose floating-point gaps may tell records" in private.step()["guarantee"]
+
+
+def test_noise_multiplier_whose_tail_ends_too_early_is_refused(private: PrivateWorkplace) -> None:
+    private.privacy["noise"] = {"multiplier": 0.005}
+    private.refused(2, "the noise multiplier is 0.005: a record may move the sum by 200 standard deviations", "discrete_gaussian")
+    assert not (private.run_folder / "public").exists()
 
 
 def test_the_optimiser_sees_what_torch_would(private: PrivateWorkplace) -> None:

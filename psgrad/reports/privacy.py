@@ -35,8 +35,21 @@ def guarantee(step: dict[str, Any]) -> str:
         promise = f"(epsilon {epsilon(spent)}, delta {compact(step['delta'])})-differential privacy by {accountant}"
     return (
         f"{promise}, after {count(step['steps'], 'step')}, for {step['unit']}; {RELATIONS[step['relation']]}; "
-        f"{sampling_words(step)}; {'seeded, so that no guarantee holds against who knows the seed' if seeded(step) else 'no seed'}"
+        f"{sampling_words(step)}; {'seeded, so that no guarantee holds against who knows the seed' if seeded(step) else 'no seed'}; "
+        f"{rounding_words(step)}; not covered: how long steps take and how much memory they need, and what the model's code keeps outside "
+        "of the model and the loss (global variables, files)"
     )
+
+
+def rounding_words(step: dict[str, Any]) -> str:
+    """What floating point does to the noise."""
+    rounding = step["rounding"]
+    if rounding["unrounded_steps"]:
+        return f"{count(rounding['unrounded_steps'], 'step')} of an earlier version had noise whose floating-point gaps may tell records"
+    if step["mechanism"] != "gaussian":
+        return "exact noise on a grid of integers"
+    residual = epsilon(rounding["residual_epsilon"])
+    return f"released numbers are rounded to a public grid, and what is left of floating point adds at most {residual} to epsilon"
 
 
 def tightest(step: dict[str, Any]) -> tuple[float | None, str]:

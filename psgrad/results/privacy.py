@@ -39,6 +39,7 @@ STEP_KEYS = (
     "noise_std",
     "expected_batch_size",
     "mechanism",
+    "rounding",
     "generator",
     "insecure_deterministic",
     "clipping",
@@ -73,7 +74,9 @@ class DPStepResult:
     In `step`, `guarantee` says in a sentence what is promised. Epsilons are floats, or None where there is none to state; `why_not` then
     has the reason under the same key, and `accounting_notes` what makes one larger than it need be. `noise_multiplier` is what the latest
     step is accounted with; `noise_std`, its noise's standard deviation on the sum, is this times `sensitivity`, and more where the bound
-    adapts. `unit` is a part of a sentence: "one row". `trainable` counts {"parameters", "tensors", "of_parameters"}.
+    adapts. `rounding` has the `grid` that the latest step's released numbers are multiples of (None without noise), the `formula` that it
+    follows from, `residual_epsilon`, what floating point may add to epsilon, and `unrounded_steps`, how many noisy steps psgrad 0.1 took
+    without a grid. `unit` is a part of a sentence: "one row". `trainable` counts {"parameters", "tensors", "of_parameters"}.
     """
 
     step: dict[str, Any]

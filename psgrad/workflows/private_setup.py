@@ -19,7 +19,7 @@ from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.record_draws import RecordDraws
 from psgrad.engine.privacy.record_streams import RecordStreams
 from psgrad.engine.privacy.records import Records
-from psgrad.engine.privacy.refusals import require_expected_batch_size, require_separate_records, require_small_delta
+from psgrad.engine.privacy.refusals import require_expected_batch_size, require_separate_records, require_small_delta, require_tail
 from psgrad.engine.privacy.sampling import Sampling
 from psgrad.engine.privacy.schedules import Schedule
 from psgrad.engine.privacy.source import GradientSource
@@ -144,10 +144,12 @@ def refuse(setup: PrivateSetup) -> None:
 def require_possible_steps(setup: PrivateSetup, base: float) -> None:
     """Raises ConfigError for a plan with steps that can't be taken: better now than when the steps before them are paid for."""
     privacy = setup.privacy
-    multipliers = {event.noise_multiplier for event, _ in planned_events(privacy, base)}
-    if setup.clipping.grid is not None:
-        for multiplier in multipliers:
-            Noise(multiplier, privacy.noise.mechanism).require_grid(setup.clipping, privacy.relation)
+    steps = [(event.noise_multiplier, count) for event, count in planned_events(privacy, base)]
+    if setup.clipping.grid is None:
+        require_tail(steps, privacy.delta, make_generator(privacy.noise.generator).reach)
+        return
+    for multiplier in {multiplier for multiplier, _ in steps}:
+        Noise(multiplier, privacy.noise.mechanism).require_grid(setup.clipping, privacy.relation)
 
 
 # -- values of a config -----------------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from torch import nn
 
 from psgrad.engine.privacy.accounting import Epsilon, StepEvent, epsilon_pld, epsilon_rdp, event_of, merged
 from psgrad.engine.privacy.generators import Generator
+from psgrad.engine.privacy.rounding import GRID_BITS, grid_of, residual_epsilon
 from psgrad.engine.privacy.snapshot import tensors_of
 from psgrad.engine.privacy.step import PrivateTraining
 from psgrad.reports.privacy import guarantee
@@ -73,6 +74,10 @@ def architecture_hash(model: nn.Module) -> str:
     return hashlib.sha256(json.dumps(shapes, sort_keys=True).encode()).hexdigest()
 
 
+def _grid_of(deviation: float) -> float | None:
+    return grid_of(deviation) if deviation else None
+
+
 class Statement:
     """A run's words, from its config and its ledger."""
 
@@ -92,6 +97,7 @@ class Statement:
             "unit": unit_in_words(privacy),
             "sensitivity": sensitivity,
             "noise_std": noise.standard_deviation(sensitivity),
+            "noise_grid": clipping.grid if clipping.grid is not None else _grid_of(noise.standard_deviation(sensitivity)),
             "expected_batch_size": privacy.expected_batch_size,
             "clipping_sha256": clipping.hash(),
             "generator": self.generator.name,
@@ -135,6 +141,7 @@ class Statement:
             "noise_std": latest["noise_std"],
             "expected_batch_size": privacy.expected_batch_size,
             "mechanism": privacy.noise.mechanism,
+            "rounding": self._rounding(lines),
             "generator": self.generator.name,
             "insecure_deterministic": privacy.noise.seed is not None,
             "clipping": ledger.header["clipping"],
@@ -154,6 +161,20 @@ class Statement:
         }
         assert tuple(step) == STEP_KEYS
         return {**step, "guarantee": guarantee(step)}
+
+    def _rounding(self, lines: list[dict[str, Any]]) -> dict[str, Any]:
+        """The grid of the latest step's released numbers and how it follows, and what floating point may add to epsilon; None for none."""
+        latest = lines[-1] if lines else self._before_any_step()
+        noised = [line for line in lines if line["noise_multiplier"] > 0]
+        if self.setup.clipping.grid is not None:
+            return {"grid": self.setup.clipping.grid, "formula": "clipping.grid", "residual_epsilon": 0.0, "unrounded_steps": 0}
+        released = self.setup.trainable["parameters"] + (self.setup.adaptive is not None)
+        return {
+            "grid": _grid_of(latest["noise_std"]),
+            "formula": f"2^(floor(log2(noise_std)) - {GRID_BITS})",
+            "residual_epsilon": residual_epsilon(released * len(noised), self.setup.privacy.delta),
+            "unrounded_steps": sum("noise_grid" not in line for line in noised),  # psgrad 0.1 took them
+        }
 
     def _before_any_step(self) -> dict[str, float]:
         privacy = self.setup.privacy

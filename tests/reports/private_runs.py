@@ -29,6 +29,7 @@ def step(**changes: Any) -> dict[str, Any]:
         "noise_std": 2.2,
         "expected_batch_size": 128,
         "mechanism": "gaussian",
+        "rounding": {"grid": 2.0**-11, "formula": "2^(floor(log2(noise_std)) - 12)", "residual_epsilon": 2e-6, "unrounded_steps": 0},
         "generator": "AES-256-CTR, keyed by the operating system",
         "insecure_deterministic": False,
         "clipping": {"groups": [{"name": "all", "parameters": ["a", "b"], "bound": 2.0}], "rule": "clip"},

@@ -54,7 +54,8 @@ def test_what_holds_is_told() -> None:
         "relation  neighbouring datasets differ by one record that is added or removed; a record is one row; poisson sampling",
         "epsilon   at least 0.83 with 0.95 confidence, at delta 1e-05; accounted for these steps: 1.25 (PLD)",
         "guesses   180 of 250 right, in the attack that needs no assumption",
-        "noise     0.9987 of the declared standard deviation, over 5,000 numbers; no number in it that repeats another, no other shape, none off its grid",
+        "noise     0.9987 of the declared standard deviation, over 5,000 numbers; no number in it that repeats another, no other shape, "
+        "none off its grid",
     ]
     assert [line.split()[:2] for line in lines[7:10]] == [["0.4", "any"], ["0.83", "150%"], ["0", "any"]]
     assert "record \\x1b[31m3 goes" in lines[12]

@@ -8,8 +8,8 @@ independent standard normals. What is exact and what is not:
   and made only there, so that U has steps of less than 2^-46 of itself wherever it lies, and the smallest is 2^-8257. No value is
   infinite, and none is beyond REACH = 107 standard deviations, where a normal variable is with probability 10^-2488.
 - The angle takes 32 bits for float32 and 64 for float64.
-- In float64 a value is off by less than 2^-50 of its pair's radius, for radii above 2^-8: the logarithm and the cosine are off by one unit
-  in the last place, their argument, the root and the products by half of one each.
+- In float64 a value is off by less than 2^-49 r + 2^-53 / r, r being its pair's radius: the logarithm and the cosine are off by one unit in
+  the last place, U, the angle, the root and the products by half of one each.
 - In float32, U near 1 has steps of 2^-24, so that a pair whose radius is below about 0.001 (one of two million) has one of few radii; a
   value is off by 2.5e-4 at most there, and by a few units in its last place elsewhere. Private noise is drawn in float64.
 

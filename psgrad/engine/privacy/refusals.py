@@ -6,7 +6,8 @@ nothing yet. What they say is meant for who holds the data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,8 @@ from psgrad.engine.privacy.sampling import Sampling
 from psgrad.engine.transforms import generators
 from psgrad.errors import ConfigError, ModelError, PsgradError
 
+# What the end of the noise's tail may take of delta.
+_SHARE_OF_DELTA = 1e-3
 # How far the divisor may be from the batches that are to be expected; more is a slip in the config.
 _FACTOR = 2.0
 # Of an output's largest entry: kernels for batches of other sizes round otherwise, layers that mix records change it by much more.
@@ -62,6 +65,26 @@ def require_expected_batch_size(expected_batch_size: float, sampling: Sampling, 
         expected="a number near that: it divides the noisy sum of every batch",
         cause="one of the two was not changed with the other, or rows were counted where a record is several of them",
         next_step=f"set privacy.expected_batch_size: {max(1, round(size))}, or correct the sampling",
+    )
+
+
+def require_tail(steps: Iterable[tuple[float, int]], delta: float, reach: float) -> None:
+    """Raises ConfigError where noise that ends at `reach` standard deviations is not the Gaussian that is accounted.
+
+    Args:
+        steps: (noise multiplier z, how many steps have it). A record moves a sum by 1 / z deviations at most. Where it does in one number,
+            what lies in the last 1 / z deviations before the end tells of it, and has the probability of a normal number beyond
+            reach - 1 / z. A thousandth of delta is left for that.
+    """
+    steps = [(multiplier, count) for multiplier, count in steps if multiplier > 0]
+    if math.fsum(count * math.erfc((reach - 1 / multiplier) / math.sqrt(2)) / 2 for multiplier, count in steps) <= _SHARE_OF_DELTA * delta:
+        return
+    least = min(multiplier for multiplier, _ in steps)
+    raise ConfigError(
+        f"the noise multiplier is {least:g}: a record may move the sum by {1 / least:.3g} standard deviations of the noise",
+        expected=f"noise whose tail is as accounted at delta {delta:g}; the generator's ends at {reach:.3g} deviations",
+        cause="a noise multiplier that is too small for any privacy, or generator: torch with a small one",
+        next_step="set a larger privacy.noise.multiplier, generator: aes, or mechanism: discrete_gaussian",
     )
 
 

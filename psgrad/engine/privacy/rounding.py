@@ -9,9 +9,10 @@ What a released number is, exactly: the value x is taken apart into whole steps 
 rounding (the grid is a power of two). The noise t is drawn in steps, and w + round(f + t) is released. Its float32 form, a weight that is
 updated by it, and all else that is made of it depends on x by this whole number alone.
 
-What is left of floating point is in f + t. The rounding of t and of f + t moves the edges of a step by less than 2^-33 of a step for normal
-numbers of radius up to 12 (`box_muller` has the errors), and the finitely many values that t has are so dense (2^-35 of a step's
-probability) that each step's probability is that of the Gaussian within a factor 1 +- 2^-32. docs/dp.md says what that adds to epsilon.
+What is left of floating point is in f + t. The errors of t (`box_muller` has them) and of f + t move the edges of a step by less than
+2^-32 of a step, for normal numbers of radius up to 12, and the finitely many values that t has are so dense that a step's probability
+is off by less than 2^-34 of itself. So each step's probability is the Gaussian's within a factor 1 +- 2^-31, and `residual_epsilon` is
+what that adds up to over a run.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ from psgrad.errors import ConfigError
 GRID_BITS = 12
 """The grid is 2^-GRID_BITS of the noise's standard deviation, rounded down to a power of two."""
 
+# A step's probability is the Gaussian's within a factor of 1 +- this.
+_OFF = 2.0**-31
+# The share of delta at which `residual_epsilon` is stated.
+_SHARE = 1e-9
 # Numbers that are in float64 at a time. Two blocks of normals for each of eight threads.
 _PIECE = 1 << 20
 # Deviations that leave room in float64 for the grid, and for sums of many of them.
@@ -45,6 +50,16 @@ def grid_of(deviation: float) -> float:
             next_step="correct the noise multiplier or the clipping norm",
         )
     return math.ldexp(1.0, math.frexp(deviation)[1] - 1 - GRID_BITS)
+
+
+def residual_epsilon(numbers: int, delta: float) -> float:
+    """What floating point adds to epsilon at most, where so many noisy numbers are released in all, at a delta larger by 10^-9 of itself.
+
+    The logarithm of the ratio of what is drawn to what is accounted is a sum of as many terms as there are numbers, each below _OFF and
+    of a mean below _OFF^2, whatever was released before: by the inequality of Azuma and Hoeffding it is beyond _OFF sqrt(2 n ln(2 / d))
+    + n _OFF^2 with probability d at most. Two neighbouring datasets have one such ratio each.
+    """
+    return 2 * (_OFF * math.sqrt(2 * numbers * math.log(2 / (_SHARE * delta))) + numbers * _OFF**2)
 
 
 def noisy(values: Tensor, deviation: float, generator: Generator) -> Tensor:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import mpmath
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from psgrad.engine.objective import Objective
-from psgrad.engine.privacy.refusals import require_expected_batch_size, require_separate_records, require_small_delta
+from psgrad.engine.privacy.generators import SecureGenerator, TorchGenerator
+from psgrad.engine.privacy.refusals import require_expected_batch_size, require_separate_records, require_small_delta, require_tail
 from psgrad.engine.privacy.sampling import Sampling
 from psgrad.errors import EXIT_RUNTIME, EXIT_USAGE, ConfigError, ModelError
 from tests.models import ARCHITECTURES, Architecture
@@ -71,6 +74,30 @@ def test_a_divisor_that_is_far_from_the_batches(divisor: float, sampling: Sampli
 @pytest.mark.parametrize(("divisor", "sampling"), [(50, POISSON), (100, POISSON), (200, POISSON), (64, FIXED), (50, TRUNCATED)])
 def test_a_divisor_that_is_near_enough(divisor: float, sampling: Sampling) -> None:
     require_expected_batch_size(divisor, sampling, 1000)
+
+
+@pytest.mark.parametrize(
+    ("steps", "delta", "reach", "refused"),
+    [
+        ([(0.3, 1)], 1e-12, math.sqrt(130 * math.log(2)), True),  # U of 64 bits: the tail beyond 6.2 deviations is 4e-10
+        ([(0.3, 10**6)], 1e-12, SecureGenerator.reach, False),
+        ([(1.0, 1000)], 1e-5, TorchGenerator.reach, False),
+        ([(1.0, 10**7)], 1e-5, TorchGenerator.reach, True),  # the sum over steps
+        ([(0.02, 1)], 1e-12, SecureGenerator.reach, False),
+        ([(2.0, 5), (0.009, 1)], 1e-5, SecureGenerator.reach, True),
+        ([(0.0, 5)], 1e-12, 0.1, False),
+    ],
+)
+def test_require_tail_refuses_noise_that_ends_too_early(steps: list[tuple[float, int]], delta: float, reach: float, refused: bool) -> None:
+    exact = sum(count * mpmath.erfc((reach - 1 / z) / mpmath.sqrt(2)) / 2 for z, count in steps if z)
+    assert (exact > delta / 1000) == refused
+    if not refused:
+        require_tail(steps, delta, reach)
+        return
+    with pytest.raises(ConfigError) as caught:
+        require_tail(steps, delta, reach)
+    assert caught.value.arrived.startswith(f"the noise multiplier is {min(z for z, _ in steps):g}: a record may move the sum by")
+    assert f"ends at {reach:.3g} deviations" in str(caught.value.expected)
 
 
 # Models -------------------------------------------------------------------------------------------------------------------------

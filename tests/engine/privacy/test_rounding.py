@@ -19,7 +19,7 @@ from psgrad.engine.privacy.adaptive import AdaptiveBound
 from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.generators import Generator, make_generator
 from psgrad.engine.privacy.noise import Noise
-from psgrad.engine.privacy.rounding import grid_of, noisy, whole_steps
+from psgrad.engine.privacy.rounding import grid_of, noisy, residual_epsilon, whole_steps
 from psgrad.engine.privacy.sampling import Sampling
 from psgrad.engine.privacy.source import GradientSource, batch_source
 from psgrad.engine.privacy.step import PrivateTraining, private_sum
@@ -209,3 +209,19 @@ def test_adaptive_count_is_released_on_a_grid() -> None:
         drawn = make_generator("aes", seed=seed).normal((1,), torch.float64).item()
         count = round((0.5 + adaptive.standard_deviation("add_or_remove_one") * drawn) / grid) * grid
         assert adaptive.next(below, 8.0, "add_or_remove_one", make_generator("aes", seed=seed)) == adaptive.updated(count, 8.0)
+
+
+def test_residual_epsilon_grows_as_a_root_and_is_small() -> None:
+    digits = residual_epsilon(29_914 * 150, 1e-5)
+    assert 1e-6 < digits < 4e-5
+    assert residual_epsilon(4 * 29_914 * 150, 1e-5) == pytest.approx(2 * digits, rel=1e-6)
+    assert residual_epsilon(10**7 * 1000, 1e-9) < 2e-3
+    assert residual_epsilon(0, 1e-5) == 0
+
+
+def test_residual_epsilon_bounds_steps_that_are_off_by_the_stated_factor() -> None:
+    """Probabilities of steps that are all off by a factor 1 +- eta, alternately: the ratio of 4,000 of them keeps to the bound."""
+    random, eta, numbers, delta = np.random.default_rng(0), rounding._OFF, 4000, 1e-3
+    signs = random.integers(0, 2, (2000, numbers)) * 2 - 1  # of which one comes out as often as the other
+    ratios = eta * signs.sum(1)
+    assert np.abs(ratios).max() < residual_epsilon(numbers, delta) / 2
