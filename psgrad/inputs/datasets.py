@@ -53,6 +53,7 @@ class DatasetSamples(Samples):
         ids = row_numbers(count) if config.id is None else unique_ids([self._id(row, config.id) for row in range(count)], config.id)
         units = None if unit is None else unit_ids(self._unit_column(unit, count), unit)
         super().__init__(ids, None, self._digest(count, units), units)
+        self.sources = tuple(each.__module__ for each in type(dataset).__mro__)
 
     def read(self, start: int, stop: int) -> Block:
         return self._stacked(range(start, stop))
@@ -65,6 +66,23 @@ class DatasetSamples(Samples):
         inputs = tuple(torch.stack(values) for values in zip(*(inputs for inputs, _ in items), strict=True))
         targets = [target for _, target in items if target is not None]
         return Block(inputs, torch.stack(targets) if targets else None)
+
+    def content(self, count: int | None = None) -> str:
+        """The SHA-256 of the rows, each of which is read for it; or of the dataset's own `fingerprint`, a text, if it has one.
+
+        Raises DataError for a row that can't be read.
+        """
+        digest = hashlib.sha256(self.fingerprint.encode())
+        own = getattr(self._dataset, "fingerprint", None)
+        if isinstance(own, str):
+            digest.update(own.encode())
+            return digest.hexdigest()
+        for row in range(len(self) if count is None else count):
+            inputs, target = self._tensors(row)
+            for tensor in (*inputs, *(() if target is None else (target,))):
+                digest.update(f"{row} {tensor.dtype} {list(tensor.shape)}".encode())
+                digest.update(tensor.contiguous().numpy().data)
+        return digest.hexdigest()
 
     def describe(self, row: int) -> str | None:
         """What the dataset's own `describe(row)` says, if it has one."""

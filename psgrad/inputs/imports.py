@@ -8,14 +8,14 @@ import inspect
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from psgrad.config import nearest
 from psgrad.errors import ConfigError, PsgradError
-from psgrad.inputs.files import sha256_of
 
 
 def resolve(spec: str, base: Path, *, raises: type[PsgradError] = ConfigError) -> Callable[..., Any]:
@@ -24,9 +24,34 @@ def resolve(spec: str, base: Path, *, raises: type[PsgradError] = ConfigError) -
     Importing runs the module's code. Raises ConfigError where something is not there or not callable, and `raises` where the
     module itself fails.
     """
-    location, _, name = spec.rpartition(":")
-    module = _file_module(base / location, raises) if location.endswith(".py") else _named_module(location, base, raises)
-    return _attribute(module, location, name)
+    return _attribute(imported(spec, base, raises=raises), *spec.rpartition(":")[::2])
+
+
+def imported(spec: str, base: Path, *, raises: type[PsgradError] = ConfigError) -> ModuleType:
+    """The module or file of a spec, imported. Raises as `resolve` does."""
+    location = module_of(spec)
+    with _noting(spec):
+        return _file_module(base / location, raises) if location.endswith(".py") else _named_module(location, base, raises)
+
+
+def imported_while_running(spec: str) -> frozenset[str]:
+    """The names of all modules that this process imported first while the code of a spec was imported, or called by `call_factory`.
+
+    Code that asks for a module by a name that it computes is seen by nothing else.
+    """
+    return frozenset(_imported.get(spec, ()))
+
+
+_imported: dict[str, set[str]] = {}
+
+
+@contextmanager
+def _noting(spec: str) -> Iterator[None]:
+    before = set(sys.modules)
+    try:
+        yield
+    finally:
+        _imported.setdefault(spec, set()).update(sys.modules.keys() - before)
 
 
 def module_of(spec: str) -> str:
@@ -34,26 +59,13 @@ def module_of(spec: str) -> str:
     return spec.rpartition(":")[0]
 
 
-def source_digest(spec: str, base: Path) -> str:
-    """A hash of the file that the callable of a spec is written in; the spec where it has no file. What that file imports is not in it.
-
-    Raises ConfigError as `resolve` does.
-    """
-    function = inspect.unwrap(resolve(spec, base))
-    try:
-        # The code of a file that the config names is compiled under that file's name.
-        source = inspect.getsourcefile(function)
-        return sha256_of(Path(source)) if source else spec
-    except (OSError, TypeError):
-        return spec
-
-
 def call_factory(spec: str, base: Path, kwargs: Mapping[str, Any], *, raises: type[PsgradError]) -> Any:
     """What the callable named by `spec` returns for `kwargs`; `raises` is the error for a factory that fails."""
     factory = resolve(spec, base, raises=raises)
     _check_arguments(factory, spec, kwargs)
     try:
-        return factory(**kwargs)
+        with _noting(spec):
+            return factory(**kwargs)
     except PsgradError:
         raise
     except (Exception, SystemExit) as error:

@@ -40,9 +40,11 @@ class Samples(ABC):
 
     ids: [n], text or int64, all different. targets: [n], int64 or float32, where the target is one number per row and was cheap
     to read; else None. fingerprint: a SHA-256 that changes when the data does. units: [n], text or int64, whom each row belongs to,
-    where a column for that was named; else None. reading: to be held by whoever reads, where several may; a dataset need not be made
-    for threads. Rows are counted from 0, in messages too.
+    where a column for that was named; else None. sources: the modules of Python that make the rows, where code does. reading: to be held
+    by whoever reads, where several may; a dataset need not be made for threads. Rows are counted from 0, in messages too.
     """
+
+    sources: tuple[str, ...] = ()
 
     def __init__(self, ids: Array, targets: Array | None, fingerprint: str, units: Array | None = None) -> None:
         self.ids = ids
@@ -68,6 +70,10 @@ class Samples(ABC):
         inputs = tuple(torch.cat(parts) for parts in zip(*(block.inputs for block in blocks), strict=True))
         targets = [block.target for block in blocks if block.target is not None]
         return Block(inputs, torch.cat(targets) if targets else None).at(places)
+
+    def content(self, count: int | None = None) -> str:
+        """A SHA-256 of what the first `count` rows hold, None for all; of the whole file, where one holds them."""
+        return self.fingerprint
 
     def _existing(self, rows: Array) -> Array:
         found = np.asarray(rows, dtype=np.int64)

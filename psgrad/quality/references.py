@@ -79,8 +79,17 @@ def measured_as(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """What scores depend on, by a run's manifest: those of two runs can be compared where all of this is the same."""
     config = manifest.get("config", {})
     model, analyze = config.get("model", {}), config.get("analyze", {})
+    hashes, loss = manifest.get("hashes", {}), config.get("loss") or {}
+    code, measures = hashes.get("code", {}), [each.get("name") for each in analyze.get("measures", [])]
     return {
         "checkpoint": manifest.get("model", {}).get("sha256"),
+        "weights": hashes.get("weights"),
+        "modules": hashes.get("modules"),
+        "code": {
+            "the model": code.get(model.get("factory"), {}),
+            "the loss": code.get(loss.get("name"), {}),
+            "measures": {file: digest for name in measures for file, digest in code.get(name, {}).items()},
+        },
         # The folder is left out: configs in different places write the way to one file differently.
         "model": str(model.get("factory")).rpartition("/")[2],
         "kwargs": model.get("kwargs", {}),
@@ -95,6 +104,8 @@ def measured_as(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _OF_MEASURES = ("measures", "checkpoints", "seed")
+# What a caveat is for: code that was edited, or a newer PyTorch with one attribute more, may well compute the same.
+_OF_CODE = ("modules", "code")
 _OF_MODEL = ("grad_norm", "log_norm", "loss", "confidence")
 
 
@@ -103,10 +114,8 @@ def require_comparable(ours: Mapping[str, Any], theirs: Mapping[str, Any], score
 
     Raises ConfigError with every difference where they can't.
     """
-    asked = [key for key in ours if key not in _OF_MEASURES or score not in _OF_MODEL]
-    changed = [
-        f"  {key}: {theirs.get(key)!r:.80} in the reference, {ours[key]!r:.80} here" for key in asked if theirs.get(key) != ours[key]
-    ]
+    asked = [key for key in changed_keys(theirs, ours) if key not in _OF_CODE and (key not in _OF_MEASURES or score not in _OF_MODEL)]
+    changed = [f"  {key}: {theirs.get(key)!r:.80} in the reference, {ours[key]!r:.80} here" for key in asked]
     if changed:
         raise ConfigError(
             "\n".join([f"the reference {source} was measured with something else, and its scores can't be compared with these:", *changed]),
@@ -114,9 +123,31 @@ def require_comparable(ours: Mapping[str, Any], theirs: Mapping[str, Any], score
             cause="the model was trained again, or the config changed, since the reference was measured",
             next_step="run psgrad analyze on the trusted samples again, or give them as analyze.outliers.reference.data",
         )
-    if ours.get("checkpoint") is None:
-        return ("there is no checkpoint by which to tell whether the reference was measured with the same weights",)
-    return ()
+    if not theirs.get("weights"):
+        return (f"the reference {UNIDENTIFIED}",)
+    return tuple(f"the reference was measured with other code: {words}" for words in code_changes(theirs, ours))
+
+
+UNIDENTIFIED = "was measured by an older psgrad, which kept no hash of weights and imported code: whether they are the same is not known"
+
+
+def changed_keys(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    """The keys in which two `measured_as` differ. What an older psgrad did not keep is no difference; nor is a checkpoint that was saved
+    again with the same weights."""
+    known = bool(theirs.get("weights")) and bool(ours.get("weights"))
+    unasked = {"weights", *_OF_CODE} if not known else {"checkpoint"} if theirs["weights"] == ours["weights"] else set()
+    return [key for key in ours if key not in unasked and theirs.get(key) != ours[key]]
+
+
+def code_changes(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    """In words, which code of two `measured_as` differs, and whether the model's modules do."""
+    changed = changed_keys(theirs, ours)
+    found = []
+    for part, files in ours["code"].items() if "code" in changed else ():
+        before = theirs["code"].get(part, {})
+        names = [name for name in {**before, **files} if before.get(name) != files.get(name)]
+        found += [f"{', '.join(names)} of {part}"] if names else []
+    return [*found, *(["classes or attributes of the model's modules"] if "modules" in changed else [])]
 
 
 def saved_reference(samples: pd.DataFrame, manifest: Mapping[str, Any]) -> dict[str, Any]:

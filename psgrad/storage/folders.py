@@ -32,7 +32,7 @@ CHECKPOINT = "checkpoint.safetensors"
 
 # What psgrad writes at the top of a run folder, and so all that replacing a run may remove. A stranger's file stays where it is.
 OWN_ENTRIES = (
-    *(SHARDS, "plots", "report.html"),
+    *(SHARDS, "plots", "report.html", "identity.json"),
     *("samples.parquet", "samples.csv", "parameters.parquet", "measures", "measures.json", "findings.jsonl", "check.json", "inputs"),
     *("scores.parquet", "scores.csv", "self_influence.parquet", "queries.parquet", "matrix.safetensors"),
     *("evaluation.json", "evaluation.csv", "evaluation_details.parquet", "evaluation_points.parquet"),

@@ -17,7 +17,7 @@ from psgrad.errors import OutputError, OutputExistsError
 from psgrad.storage import files
 
 DESCRIPTION = "index.json"
-FORMAT = 1
+FORMAT = 2
 _MARK = "psgrad influence index"
 _RESUME = "psgrad influence index CONFIG --resume"
 _SHOWN = 6
@@ -126,7 +126,7 @@ class GradientIndex:
         if content.pop("format", None) != FORMAT:
             raise OutputError(
                 f"the index {path} is of another format than {FORMAT}",
-                cause="it was built by another version of psgrad",
+                cause="another version of psgrad built it; format 1 has no hash of the weights, of all rows and of imported code",
                 next_step="build it again with this one",
             )
         content.pop("version", None)  # for people

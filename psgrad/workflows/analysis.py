@@ -21,12 +21,13 @@ from psgrad.results import PARAMETER_COLUMNS, AnalyzeResult, MeasureResult, Prog
 from psgrad.storage import RunFolder
 from psgrad.storage.finished import load_run
 from psgrad.workflows.checking import GateFiles, check_samples, gate_files
+from psgrad.workflows.identity import NAMES, names_of
 from psgrad.workflows.judging import Judging
 from psgrad.workflows.measure_setup import measures_of, prepare
 from psgrad.workflows.measuring import Passes
 from psgrad.workflows.own_measure import frame_of
 from psgrad.workflows.record import Clock, describe_run, recorded
-from psgrad.workflows.resuming import identity, reopen, require_judged_alike
+from psgrad.workflows.resuming import identity, measure_specs, reopen, require_judged_alike
 from psgrad.workflows.row_facts import about_rows
 from psgrad.workflows.setup import set_up
 from psgrad.workflows.shown_inputs import input_of
@@ -63,7 +64,7 @@ def analyze(
         stream = setting.examples.stream
         judging = Judging(run, measures)
     now = identity(run, count) | judging.identity()
-    folder = reopen(config.output, now) if resume else None
+    folder = reopen(config.output, now, run) if resume else None
     if folder is not None and folder.finished:
         folder.drop_shards()  # if it was killed just before
         return judged_before(config, folder, gate)
@@ -71,7 +72,8 @@ def analyze(
         check = run.self_check(stream)
     if folder is None:
         folder = RunFolder.create(config.output, overwrite or resume)
-    facts = {**describe_run("analyze", run, check), "identity": now, "limit": limit}
+        folder.write_json(NAMES, names_of(run))
+    facts = {**describe_run("analyze", run, check, measure_specs(config)), "identity": now, "limit": limit}
     with recorded(folder, facts, clock):
         passes = Passes(setting, stream, every, about_rows(run), folder, progress)
         with clock("gradients"):

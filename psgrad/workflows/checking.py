@@ -103,6 +103,7 @@ def save_baseline(folder: Path, *, output: Path = BASELINE, grow: bool = False) 
         "psgrad": manifest.get("versions", {}).get("psgrad"),
         "data": manifest.get("data", {}).get("fingerprint"),
         "checkpoint": manifest.get("model", {}).get("sha256"),
+        "weights": manifest.get("hashes", {}).get("weights"),
         "samples": len(samples),
     }
     change = changed(before, named, about, saved_reference(samples, manifest), output, grow)

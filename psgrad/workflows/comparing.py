@@ -8,11 +8,13 @@ from typing import Any
 
 from psgrad.errors import DataError
 from psgrad.quality.comparing import changes_of, counts_of, groups_of, matched, spearman
-from psgrad.quality.references import measured_as
+from psgrad.quality.references import UNIDENTIFIED, changed_keys, code_changes, measured_as
 from psgrad.results.comparison import Comparison
 from psgrad.storage.finished import finished_manifest
 from psgrad.storage.verdicts import read_columns
 
+# Of a hash, for people.
+_DIGITS = 12
 _COLUMNS = ("id", "index", "fingerprint", "status", "is_outlier_issue")
 
 
@@ -69,11 +71,23 @@ def _judged_by(manifest: Mapping[str, Any]) -> tuple[str, str, str | None]:
 def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """What of the two runs is not the same, so that scores may differ for another reason than the data."""
     before, after = measured_as(a), measured_as(b)
-    changed = [f"{key}: {before[key]!r:.60} and {after[key]!r:.60}" for key in after if before[key] != after[key]]
+    told = [key for key in changed_keys(before, after) if key not in ("weights", "modules", "code")]
+    changed = [f"{key}: {before[key]!r:.60} and {after[key]!r:.60}" for key in told]
+    changed += [f"code: {words}" for words in code_changes(before, after)]
     words = [f"the runs were measured with something else each: {'; '.join(changed)}"] if changed else []
+    for what, there, here in (
+        ("models differ: the hashes of their weights are", before["weights"], after["weights"]),
+        ("data differ: their hashes are", _data_of(a), _data_of(b)),
+    ):
+        words += [f"the {what} {there[:_DIGITS]} (A) and {here[:_DIGITS]} (B)"] if there and here and there != here else []
     for name, manifest in (("A", a), ("B", b)):
         counts = manifest.get("counts", {})
         looked, there = counts.get("samples", 0), counts.get("in_dataset", 0)
         if looked < there:
             words.append(f"{name} is PARTIAL: it looked at the first {looked:,} of {there:,} samples (--limit)")
-    return words
+    return words + [f"{name} {UNIDENTIFIED}" for name, measured in (("A", before), ("B", after)) if not measured["weights"]]
+
+
+def _data_of(manifest: Mapping[str, Any]) -> str:
+    """The hash of what the rows of a run hold; of an older one the hash of its data's file."""
+    return str(manifest.get("identity", {}).get("data (its content)") or manifest.get("data", {}).get("fingerprint") or "")

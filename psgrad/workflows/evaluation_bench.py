@@ -24,11 +24,11 @@ from psgrad.engine.influence.evaluation.retraining import measured
 from psgrad.engine.influence.evaluation.scored import Place
 from psgrad.engine.influence.method import Fitted, Method
 from psgrad.engine.influence.scoring import Normalize
-from psgrad.inputs.imports import source_digest
 from psgrad.inputs.models import load_model
 from psgrad.inputs.retraining import resolve_training
 from psgrad.results import Progress
 from psgrad.storage import RunFolder
+from psgrad.workflows.identity import code_of
 from psgrad.workflows.influence_method import method_from
 from psgrad.workflows.influence_setup import InfluenceSetup, chosen_rows
 
@@ -229,14 +229,14 @@ def fingerprint(setup: InfluenceSetup, rows: Rows) -> str:
     by their numbers: one file may have several columns of labels."""
     config = setup.run.config
     influence = config.influence
-    named = [config.model.factory, config.loss.name, influence.measurement.name, influence.evaluate.train.function]
+    named = [influence.measurement.name, influence.evaluate.train.function]
     content = {
         "model": config.model.model_dump(mode="json", exclude={"checkpoint", "state_dict_key"}),
         "loss": config.loss.model_dump(mode="json"),
         "measurement": influence.measurement.model_dump(mode="json"),
         "train": influence.evaluate.train.model_dump(mode="json", exclude={"together"}),
         "engine": config.engine.dtype,
-        "code": [source_digest(spec, config.base) for spec in named if spec is not None and ":" in spec],
+        "code": {spec: dict(each.files) for spec, each in code_of(setup.run, named).items()},
         "rows": rows.digest(),
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

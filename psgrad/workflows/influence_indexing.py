@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,9 +14,9 @@ from psgrad.engine.influence.index.spec import IndexSpec, describe
 from psgrad.engine.influence.index.stored import StoredRows
 from psgrad.engine.influence.screening import Screened
 from psgrad.errors import ConfigError, OutputError
-from psgrad.inputs.imports import source_digest
 from psgrad.results import IndexResult, Progress
 from psgrad.storage.gradient_index import GradientIndex
+from psgrad.workflows.identity import hashes_of
 from psgrad.workflows.influence_setup import first_run, later_run, sha256_at
 from psgrad.workflows.record import Clock
 from psgrad.workflows.setup import Setup
@@ -74,8 +73,7 @@ def open_index(config: Config, run: Setup) -> GradientIndex:
 
 
 def _require_its_losses(store: GradientIndex, run: Setup) -> None:
-    """What a description can't see is code that the files of the config import, and rows in the midst of a dataset that a factory made:
-    so a few rows are held against the index."""
+    """What a description can't see is what code reads from elsewhere while it runs: so a few rows are held against the index."""
     rows = sorted({place * len(run.samples) // _COMPARED for place in range(_COMPARED)})
     known = StoredRows(store, 0).losses_and_square_norms()[0][rows]
     found = run.stream(lambda _: None).gradients_at(rows).losses.double().cpu()
@@ -86,7 +84,7 @@ def _require_its_losses(store: GradientIndex, run: Setup) -> None:
         raise OutputError(
             f"the index {store.path} is of something else: it has a loss of {float(known[place]):.4g} for row {rows[place]}",
             expected=f"{float(found[place]):.4g}, as the model has it now",
-            cause="code that the factory or the loss imports, or the data, were changed since it was built",
+            cause="a file that the model or the loss reads while it runs was changed since it was built",
             next_step="put them back, or build the index again with --overwrite",
         )
 
@@ -96,12 +94,13 @@ def described_index(config: Config, run: Setup) -> dict[str, Any]:
     wanted = require_index(config)
     spec = IndexSpec(**wanted.model_dump(exclude={"path"}))
     count = len(config.influence.checkpoints or [None])
-    named = {config.model.factory, config.loss.name, *([] if config.data.factory is None else [config.data.factory])}
+    hashes = hashes_of(run)
     fingerprint: Mapping[str, Any] = {
-        "data": run.samples.fingerprint,
+        "data": run.samples.content(),
         "columns": {"inputs": config.data.inputs, "target": config.data.target},
-        "code": {spec: source_digest(spec, config.base) for spec in sorted(named) if ":" in spec},
-        "checkpoints": [sha256_at(config, number) or weights_hash(run) for number in range(count)],
+        # Of the first one what was loaded; of the others the files, which the same code loads in the same manner.
+        "checkpoints": [hashes["weights"], *(sha256_at(config, number) for number in range(1, count))],
+        **{key: hashes[key] for key in ("modules", "code", "packages")},
         "factory": config.model.factory,
         "kwargs": config.model.kwargs,
         "state_dict_key": config.model.state_dict_key,
@@ -111,15 +110,6 @@ def described_index(config: Config, run: Setup) -> dict[str, Any]:
     }
     training = Examples(run.objective, run.reader, len(run.samples))
     return describe(spec, training, fingerprint, count)
-
-
-def weights_hash(run: Setup) -> str:
-    """A hash of the weights that the factory gave, for a model without a checkpoint."""
-    found = hashlib.sha256()
-    for name, value in run.model.state_dict().items():
-        found.update(name.encode())
-        found.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
 
 
 def screened_rows(store: GradientIndex) -> list[Screened]:

@@ -52,7 +52,7 @@ def influence(
     with clock("self-check"):
         check = run.self_check(setup.moments[0].training.stream)
     folder = RunFolder.create(config.output, overwrite)
-    facts = describe_run("influence", run, check) | described(setup)
+    facts = describe_run("influence", run, check, [config.influence.method.name, config.influence.measurement.name]) | described(setup)
     with recorded(folder, facts, clock):
         with clock("screening"):
             known = None if store is None else screened_rows(store)

@@ -23,8 +23,10 @@ from psgrad.quality.references import Reference, measured_as, read_reference, re
 from psgrad.results import SAMPLE_COLUMNS, Progress
 from psgrad.storage import RunFolder
 from psgrad.storage.finished import finished_manifest, load_run
+from psgrad.workflows.identity import hashes_of
 from psgrad.workflows.measure_setup import measures_of, prepare
 from psgrad.workflows.measuring import Measured, Passes
+from psgrad.workflows.resuming import measure_specs
 from psgrad.workflows.row_facts import about_rows
 from psgrad.workflows.setup import CheckedReader, Setup
 
@@ -63,7 +65,7 @@ class Judging:
         if self._trusted is None or source is None or source.data is None:
             return {}
         described = source.data.model_dump(mode="json", exclude={"class_names"})
-        return {"reference": described, "reference (its content)": self._trusted.samples.fingerprint, "score": self._outliers.score}
+        return {"reference": described, "reference (its content)": self._trusted.samples.content(), "score": self._outliers.score}
 
     def measure(self, folder: RunFolder, say: Say) -> None:
         """Measure the dataset that is the reference, where one is. What is finished is kept in the run's folder, as its own rows are."""
@@ -195,7 +197,11 @@ def _with_log(frame: pd.DataFrame) -> pd.DataFrame:
 def _described(run: Setup) -> dict[str, Any]:
     """Of a run's manifest the parts that scores depend on."""
     trainable = sum(parameter.numel() for parameter in run.loaded.model.parameters() if parameter.requires_grad)
-    return {"config": run.config.model_dump(mode="json"), "model": {"sha256": run.loaded.sha256, "trainable": trainable}}
+    return {
+        "config": run.config.model_dump(mode="json"),
+        "model": {"sha256": run.loaded.sha256, "trainable": trainable},
+        "hashes": hashes_of(run, measure_specs(run.config)),
+    }
 
 
 def _source_of(config: DataConfig) -> str:

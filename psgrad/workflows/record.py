@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from psgrad.engine.verify import SelfCheck
 from psgrad.inputs.imports import module_of
 from psgrad.storage import RunFolder
+from psgrad.workflows.identity import hashes_of
 from psgrad.workflows.setup import Setup
 
 
@@ -32,8 +33,8 @@ class Clock:
             self.seconds[phase] = round(time.perf_counter() - start, 3)
 
 
-def describe_run(command: str, run: Setup, check: SelfCheck | None) -> dict[str, Any]:
-    """What manifest.json says of a run before it starts."""
+def describe_run(command: str, run: Setup, check: SelfCheck | None, specs: Iterable[str | None] = ()) -> dict[str, Any]:
+    """What manifest.json says of a run before it starts. `specs` name code that it runs besides its model's, loss's and data's."""
     config, loaded = run.config, run.loaded
     parameters = list(loaded.model.parameters())
     return {
@@ -56,6 +57,7 @@ def describe_run(command: str, run: Setup, check: SelfCheck | None) -> dict[str,
             ],
         },
         "data": {"source": config.data.path or config.data.factory, "fingerprint": run.samples.fingerprint},
+        "hashes": hashes_of(run, specs),
         "engine": {
             "device": str(run.device) if run.device.type == "cpu" else f"{run.device} ({torch.cuda.get_device_name(run.device)})",
             "dtype": config.engine.dtype,

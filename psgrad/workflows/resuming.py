@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,8 @@ import torch
 
 from psgrad.config import Config
 from psgrad.errors import ConfigError
-from psgrad.inputs.imports import source_digest
 from psgrad.storage.folders import RunFolder, manifest_of
+from psgrad.workflows.identity import NAMES, differing, flat, hashes_of, names_of
 from psgrad.workflows.moments import checkpoints_sha256
 from psgrad.workflows.setup import Setup
 
@@ -23,26 +25,33 @@ _OF_VERDICT = ("outliers", "review_fraction")
 # What is not part of a number: how much is checked, and how much memory there is.
 _FREE = ("verify", "memory", "machine", "class_names")
 
+# Lines of an identity: see psgrad.workflows.identity.flat.
+_WEIGHTS, _MODULES = "model (its weights)", "model (its modules)"
+
 
 def identity(run: Setup, count: int) -> dict[str, Any]:
     """All that the numbers of a run depend on, as plain values: dotted name -> value. Another one is another run."""
-    config, base = run.config, run.config.base
+    config = run.config
     dumped = config.model_dump(mode="json")
     found = {f"{section}": dumped[section] for section in _SECTIONS} | {f"analyze.{key}": dumped["analyze"][key] for key in _OF_ANALYZE}
-    specs = [config.model.factory, config.data.factory, config.loss.name, *(measure.name for measure in config.analyze.measures)]
     return {
         **_flat(found),
         "rows": count,
         "model.checkpoint (its content)": run.loaded.sha256,
         "analyze.checkpoints (their content)": checkpoints_sha256(run),
-        "data (its content)": run.samples.fingerprint,
-        **{f"code of {spec}": source_digest(spec, base) for spec in specs if spec and ":" in spec},
+        "data (its content)": run.samples.content(count),
+        **flat(hashes_of(run, measure_specs(config))),
         "the device that computes": run.device.type,
         "versions": {"psgrad": version("psgrad"), "torch": torch.__version__},
     }
 
 
-def reopen(path: Path, now: dict[str, Any]) -> RunFolder | None:
+def measure_specs(config: Config) -> list[str]:
+    """The code of measures that a config names."""
+    return [measure.name for measure in config.analyze.measures]
+
+
+def reopen(path: Path, now: dict[str, Any], run: Setup) -> RunFolder | None:
     """The folder of an interrupted run with this identity, to go on with; None where there is none.
 
     Raises ConfigError, with the difference, where the folder holds a run with another identity, or one of another command.
@@ -57,9 +66,16 @@ def reopen(path: Path, now: dict[str, Any]) -> RunFolder | None:
             expected="the folder of an interrupted psgrad analyze",
             next_step="choose another --output",
         )
+    if _WEIGHTS not in then:
+        raise ConfigError(
+            f"the run in {path} was begun by an older psgrad, which kept no hash of the model's weights, of all rows and of imported code",
+            expected="a run that can be known again: nobody can tell whether these are the same, and rows of two runs can't be mixed",
+            next_step="begin anew with --overwrite, or another --output",
+        )
     changed = [key for key in {**then, **now} if then.get(key) != now.get(key)]
     if changed:
-        shown = [f"  {key}: was {then.get(key)!r:.80}, is {now.get(key)!r:.80}" for key in changed[:12]]
+        parts = _parts_that_differ(path, names_of(run))
+        shown = [f"  {key}: was {then.get(key)!r:.80}, is {now.get(key)!r:.80}{parts.get(key, '')}" for key in changed[:12]]
         more = [f"  and {len(changed) - 12} more"] if len(changed) > 12 else []
         raise ConfigError(
             "\n".join([f"the run in {path} was begun with something else, and rows of two runs can't be mixed:", *shown, *more]),
@@ -67,6 +83,15 @@ def reopen(path: Path, now: dict[str, Any]) -> RunFolder | None:
             next_step="put back what changed; or begin anew with --overwrite, or another --output",
         )
     return RunFolder.reopen(path)
+
+
+def _parts_that_differ(path: Path, now: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """Of the model's weights and modules the names that differ, in words; nothing where the list of them is gone."""
+    try:
+        then, kinds = json.loads((path / NAMES).read_bytes()), {_WEIGHTS: "tensors", _MODULES: "modules"}
+        return {key: f"; differing {kind}: {differing(then[kind], now[kind])}" for key, kind in kinds.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
 
 
 def require_judged_alike(path: Path, manifest: dict[str, Any], config: Config) -> None:

@@ -23,6 +23,7 @@ from psgrad.engine.verify import SelfCheck, self_check
 from psgrad.errors import ConfigError
 from psgrad.inputs.data import load_data
 from psgrad.inputs.losses import Criterion, check_targets, resolve_loss
+from psgrad.inputs.model_identity import ModelIdentity, identify
 from psgrad.inputs.models import LoadedModel, load_model
 from psgrad.inputs.samples import Block, Samples
 
@@ -33,7 +34,8 @@ Loss = Callable[..., Any]
 class Setup:
     """The parts of a run.
 
-    `dtype` is the type of parameters and inputs; see `pick_precision`. `first_output` calls the model on the first row.
+    `dtype` is the type of parameters and inputs; see `pick_precision`. `first_output` calls the model on the first row. `identity` is the
+    model's as it was loaded.
     """
 
     config: Config
@@ -46,6 +48,7 @@ class Setup:
     objective: Objective
     reader: CheckedReader
     first_output: Callable[[], Any]
+    identity: ModelIdentity
 
     @property
     def randomness(self) -> str:
@@ -93,6 +96,7 @@ def set_up(
     use_machine(config, device)
     dtype, autocast = pick_precision(config.engine.dtype)
     loaded = load_model(config.model, config.base, trainable, trainable_key)
+    identity = identify(loaded.model)  # now: a pass forward may change buffers and attributes
     criterion = resolve_loss(config.loss, config.base)
     samples = load_data(config.data, config.base, unit)
     model = loaded.model.to(device, dtype)
@@ -100,7 +104,7 @@ def set_up(
     objective = Objective(model, criterion.function, summary, autocast=autocast)
     first_output = partial(output_of_first_row, model, samples, device, dtype)
     reader = CheckedReader(samples, criterion, class_count(first_output, criterion))
-    return Setup(config, device, dtype, loaded, criterion, samples, model, objective, reader, first_output)
+    return Setup(config, device, dtype, loaded, criterion, samples, model, objective, reader, first_output, identity)
 
 
 def pick_device(name: str) -> torch.device:

@@ -19,6 +19,7 @@ from tests.quality.frames import config, samples, trusted
 MANIFEST: dict[str, Any] = {
     "versions": {"psgrad": "1", "torch": "2"},
     "model": {"sha256": "abc", "trainable": 10},
+    "hashes": {"weights": "w" * 64, "modules": "m" * 64, "code": {"nets/model.py:build": {"model.py": "c" * 64, "helper": "d" * 64}}},
     "config": {
         "model": {"factory": "nets/model.py:build", "kwargs": {}, "mode": "eval"},
         "loss": {"name": "cross_entropy"},
@@ -90,14 +91,39 @@ def test_other_measures_matter_only_to_their_own_scores() -> None:
     other = json.loads(json.dumps(MANIFEST))
     other["config"]["analyze"]["measures"] = []
     other["config"]["model"]["factory"] = "../elsewhere/nets/model.py:build"
+    other["hashes"]["code"] = {"../elsewhere/nets/model.py:build": MANIFEST["hashes"]["code"]["nets/model.py:build"]}
     assert require_comparable(measured_as(MANIFEST), measured_as(other), "grad_norm", "b.json") == ()
     with pytest.raises(ConfigError, match="measures"):
         require_comparable(measured_as(MANIFEST), measured_as(other), "el2n", "b.json")
 
 
-def test_without_a_checkpoint_nobody_knows() -> None:
-    blank = measured_as(MANIFEST | {"model": {"sha256": None, "trainable": 10}})
-    assert "no checkpoint" in require_comparable(blank, blank, "loss", "b.json")[0]
+@pytest.mark.parametrize("checkpoint", [None, "abc"])
+def test_reference_of_older_psgrad_without_hashes_is_told(checkpoint: str | None) -> None:
+    now = measured_as(MANIFEST | {"model": {"sha256": checkpoint, "trainable": 10}})
+    old = {key: value for key, value in now.items() if key not in ("weights", "modules", "code")}
+    (caveat,) = require_comparable(now, old, "loss", "b.json")
+    assert "kept no hash of weights and imported code: whether they are the same is not known" in caveat
+
+
+def test_reference_weights_decide_and_checkpoint_saved_again_is_the_same() -> None:
+    again = measured_as(MANIFEST | {"model": {"sha256": "saved again", "trainable": 10}})
+    assert require_comparable(measured_as(MANIFEST), again, "loss", "b.json") == ()
+    trained = measured_as(MANIFEST | {"hashes": MANIFEST["hashes"] | {"weights": "x" * 64}})
+    with pytest.raises(ConfigError, match="weights: 'xxx"):
+        require_comparable(measured_as(MANIFEST), trained, "loss", "b.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"code": {"nets/model.py:build": {"model.py": "c" * 64, "helper": "e" * 64}}}, "other code: helper of the model"),
+        ({"modules": "n" * 64}, "other code: classes or attributes of the model's modules"),
+    ],
+)
+def test_reference_of_edited_code_has_a_caveat(change: dict[str, Any], words: str) -> None:
+    edited = measured_as(MANIFEST | {"hashes": MANIFEST["hashes"] | change})
+    (caveat,) = require_comparable(measured_as(MANIFEST), edited, "loss", "b.json")
+    assert words in caveat
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,139 @@
+"""Which code runs, as hashes: the file of a callable, all files of the user's own that it imports, and the versions of installed packages.
+
+Imports are read off the source, as some run only when a function is called, and others were run before by somebody else; modules that the
+code was seen to import under a computed name are added.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import site
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import metadata
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from psgrad.inputs.files import sha256_of
+from psgrad.inputs.imports import imported, imported_while_running, resolve
+
+
+@dataclass(frozen=True)
+class CodeIdentity:
+    """files: name -> SHA-256, in the order in which they were met, the callable's own first. packages: name -> version.
+
+    A file has the name of its module; one that a config names as a file has its file name. So the same code in another folder is the same.
+    """
+
+    files: Mapping[str, str] = field(default_factory=dict)
+    packages: Mapping[str, str] = field(default_factory=dict)
+
+
+def code_identity(spec: str, base: Path, sources: Iterable[str] = ()) -> CodeIdentity:
+    """The identity of the code that a spec names, relative to `base`, to be asked for when it was called.
+
+    `sources` are further modules of Python that belong to it: those of the classes that it made. Raises ConfigError as `resolve` does.
+    """
+    module, function = imported(spec, base), inspect.unwrap(resolve(spec, base))
+    walk = _Walk()
+    walk.meet(str(getattr(function, "__module__", None) or module.__name__), whole=True)
+    for name in (module.__name__, *sources, *sorted(imported_while_running(spec))):
+        walk.meet(name)
+    return CodeIdentity(walk.files, dict(sorted(walk.packages.items())))
+
+
+class _Walk:
+    """Modules, those that they import, and so on, as far as files are the user's own."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, str] = {}
+        self.packages: dict[str, str] = {}
+        self._met: set[str] = set()
+
+    def meet(self, name: str, whole: bool = False) -> None:
+        """Add a module and what it imports; with `whole` also the file of an installed one, which else has its package's version."""
+        waiting = [name]
+        while waiting:
+            name = waiting.pop()
+            package = name.partition(".")[0]
+            if name in self._met or package == "psgrad" or package in sys.stdlib_module_names:
+                continue
+            self._met.add(name)
+            file = _file_of(name)
+            if file is None:
+                continue
+            own = not _is_installed(file)
+            if not own:
+                self.packages[package] = _version(package)
+            if (own or whole) and file.is_file():
+                label = file.name if name == "__main__" or name.startswith("psgrad_file_") else name
+                self.files[label] = sha256_of(file)
+            if own and file.suffix == ".py":
+                waiting += reversed(list(_imports_of(file, name)))
+            whole = False
+
+
+def _file_of(name: str) -> Path | None:
+    """The file of a module, imported or not; nothing is imported. None for what has none: a folder, a part of Python, an absent module."""
+    module = sys.modules.get(name)
+    if module is not None:
+        file = getattr(module, "__file__", None)
+        return Path(file).resolve() if file else None
+    parts = name.split(".")
+    try:
+        found = importlib.util.find_spec(parts[0])
+        for end in range(2, len(parts) + 1):
+            if found is None or found.submodule_search_locations is None:
+                return None
+            found = PathFinder.find_spec(".".join(parts[:end]), list(found.submodule_search_locations))
+    except (ImportError, ValueError, AttributeError):
+        return None
+    return Path(found.origin).resolve() if found is not None and found.origin and found.has_location else None
+
+
+def _imports_of(file: Path, name: str) -> Iterator[str]:
+    """The names that a file may import, packages before what is in them; some are no modules."""
+    try:
+        tree = ast.parse(file.read_bytes(), str(file))
+    except (OSError, SyntaxError, ValueError):
+        return
+    package = name if file.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for each in node.names:
+                yield from _prefixes(each.name)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            source = ".".join([*above, *([node.module] if node.module else [])])
+            yield from _prefixes(source)
+            yield from (f"{source}.{each.name}" for each in node.names if source)
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    parts = name.split(".") if name else []
+    return (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+
+
+@cache
+def _installed_roots() -> tuple[Path, ...]:
+    found = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
+    return tuple({Path(each).resolve() for each in (*found, *site.getsitepackages(), site.getusersitepackages())})
+
+
+def _is_installed(file: Path) -> bool:
+    return bool({"site-packages", "dist-packages"} & set(file.parts)) or any(file.is_relative_to(root) for root in _installed_roots())
+
+
+@cache
+def _version(package: str) -> str:
+    """The version of an installed package; most are distributed under their own names, and asking for all names takes long."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        names = sorted(metadata.packages_distributions().get(package, ()))
+        return ", ".join(f"{name} {metadata.version(name)}" for name in names) or "of no known version"
