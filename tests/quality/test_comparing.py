@@ -110,11 +110,21 @@ def test_everything_against_loops(scores: list[tuple[float, float, bool, bool, s
 
 
 def test_two_runs_that_were_measured_differently_are_warned_of(tmp_path: Path) -> None:
-    a = finished(tmp_path / "a", table(5), model={"sha256": "1" * 64})
-    b = finished(tmp_path / "b", table(5), model={"sha256": "2" * 64}, counts={"samples": 5, "in_dataset": 9})
+    known = {"modules": "m", "code": {}}
+    weights = {"weights": "3" * 64, **known}
+    a = finished(tmp_path / "a", table(5), model={"sha256": "1" * 64}, hashes=weights, data={"fingerprint": "6" * 64})
+    b = finished(
+        *(tmp_path / "b", table(5)),
+        model={"sha256": "2" * 64},
+        hashes={"weights": "4" * 64, **known},
+        counts={"samples": 5, "in_dataset": 9},
+        data={"fingerprint": "5" * 64},
+    )
     warnings = diff(a, b).warnings
     assert "checkpoint: '111" in warnings[0]
-    assert warnings[1] == "B is PARTIAL: it looked at the first 5 of 9 samples (--limit)"
+    assert warnings[1] == "the models differ: the hashes of their weights are 333333333333 (A) and 444444444444 (B)"
+    assert warnings[2] == "the data differ: their hashes are 666666666666 (A) and 555555555555 (B)"
+    assert warnings[3] == "B is PARTIAL: it looked at the first 5 of 9 samples (--limit)"
     assert diff(a, a).warnings == ()
     assert diff(a, a).spearman == pytest.approx(1.0)
 

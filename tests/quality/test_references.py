@@ -73,7 +73,7 @@ def test_fingerprints_that_are_cut_are_still_found() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model": {"sha256": "xyz", "trainable": 10}}, "checkpoint: 'xyz' in the reference, 'abc' here"),
+        ({"model": {"sha256": "xyz", "trainable": 10}, "hashes": {}}, "checkpoint: 'xyz' in the reference, 'abc' here"),
         ({"model": {"sha256": "abc", "trainable": 9}}, "trainable: 9 in the reference, 10 here"),
         ({"config": MANIFEST["config"] | {"loss": {"name": "mse"}}}, "loss: {'name': 'mse'} in the reference"),
         ({"config": MANIFEST["config"] | {"engine": {"dtype": "bfloat16"}}}, "dtype: 'bfloat16' in the reference"),
