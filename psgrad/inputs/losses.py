@@ -64,7 +64,7 @@ def _named(config: LossConfig, ignore_index: int) -> tuple[Kind, LossFunction]:
         case "nll":
             return "class", partial(_nll, weight=weight, ignore_index=ignore_index)
         case "bce_with_logits":
-            return "binary", partial(_elementwise, F.binary_cross_entropy_with_logits)
+            return "binary", _binary_cross_entropy
         case "mse":
             return "value", partial(_elementwise, F.mse_loss)
         case "l1":
@@ -81,26 +81,31 @@ def _named(config: LossConfig, ignore_index: int) -> tuple[Kind, LossFunction]:
 # torch's means divide by the sum of the class weights, which for a single label would cancel its weight. A sample's loss here is
 # weight[label] * loss, averaged over the positions that are not ignored; all ignored is 0. The functions run inside psgrad's
 # tracers: no branch may look at values. A batch of one keeps torch from taking the classes or positions of a sample for a batch.
+#
+# Logits are taken in float64 where the loss subtracts a probability from a label: p - 1 in float32 is zero or has few digits where
+# a sample is predicted with confidence. The loss itself is cast back, and keeps its relative precision.
 
 
 def _cross_entropy(output: Tensor, target: Tensor, *, weight: Tensor | None, ignore_index: int, label_smoothing: float) -> Tensor:
     """Logits [c] or [c, *positions] against labels [] or [*positions], or probabilities of the output's shape."""
     labels = not target.is_floating_point()
     _require(output.ndim > 0 and (output.shape[1:] if labels else output.shape) == target.shape, "cross_entropy", output, target)
-    options: dict[str, Any] = {"weight": _on(output, weight), "reduction": "none", "label_smoothing": label_smoothing}
+    logits = output.double()
+    options: dict[str, Any] = {"weight": _on(logits, weight), "reduction": "none", "label_smoothing": label_smoothing}
     if not labels:
-        return F.cross_entropy(output[None], target.to(output.dtype)[None], **options).mean()
-    losses = F.cross_entropy(output[None], target[None], ignore_index=ignore_index, **options)
-    return _mean_of_counted(losses, target, ignore_index)
+        return _rounded(F.cross_entropy(logits[None], target.to(logits.dtype)[None], **options).mean(), output)
+    losses = F.cross_entropy(logits[None], target[None], ignore_index=ignore_index, **options)
+    return _rounded(_mean_of_counted(losses, target, ignore_index), output)
 
 
 def _token_cross_entropy(output: Tensor, target: Tensor, *, weight: Tensor | None, ignore_index: int, label_smoothing: float) -> Tensor:
     """Logits [t, c] against labels [t]."""
     _require(output.ndim == 2 and output.shape[:1] == target.shape, "token_cross_entropy", output, target)
+    logits = output.double()
     losses = F.cross_entropy(
-        output, target, _on(output, weight), ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
+        logits, target, _on(logits, weight), ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
     )
-    return _mean_of_counted(losses, target, ignore_index)
+    return _rounded(_mean_of_counted(losses, target, ignore_index), output)
 
 
 def _nll(output: Tensor, target: Tensor, *, weight: Tensor | None, ignore_index: int) -> Tensor:
@@ -115,6 +120,11 @@ def _elementwise(loss: Callable[[Tensor, Tensor], Tensor], output: Tensor, targe
     same = [size for size in output.shape if size != 1] == [size for size in target.shape if size != 1]
     _require(same, "this loss", output, target)
     return loss(output, target.reshape(output.shape).to(output.dtype))
+
+
+def _binary_cross_entropy(output: Tensor, target: Tensor) -> Tensor:
+    """Logits against probabilities of the output's shape."""
+    return _rounded(_elementwise(F.binary_cross_entropy_with_logits, output.double(), target), output)
 
 
 def _of_one_tensor(name: str, loss: LossFunction, output: Any, target: Tensor) -> Tensor:
@@ -149,6 +159,11 @@ def _custom(name: str, loss: LossFunction, output: Tensor, target: Tensor) -> Te
 def _mean_of_counted(losses: Tensor, target: Tensor, ignore_index: int) -> Tensor:
     counted = (target != ignore_index).sum().clamp(min=1)
     return losses.sum() / counted
+
+
+def _rounded(loss: Tensor, output: Tensor) -> Tensor:
+    """A loss in float64 in the output's type, and in float32 where that is shorter."""
+    return loss.to(torch.promote_types(output.dtype, torch.float32))
 
 
 def _on(output: Tensor, weight: Tensor | None) -> Tensor | None:

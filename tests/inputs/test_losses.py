@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from psgrad.config import LOSS_OPTIONS, LossConfig
-from psgrad.engine.transforms import grad, vmap
+from psgrad.engine.transforms import grad, grad_and_value, vmap
 from psgrad.errors import EXIT_RUNTIME, ConfigError, DataError, LossError
 from psgrad.inputs.losses import Criterion, check_targets, resolve_loss
 
@@ -89,6 +89,42 @@ def test_token_cross_entropy_is_the_mean_over_the_tokens_that_count() -> None:
     torch.testing.assert_close(got[0], F.cross_entropy(output[0, :2], target[0, :2]))
     assert got[1] == 0
     torch.testing.assert_close(got[2], F.cross_entropy(output[2], target[2]))
+
+
+@pytest.mark.parametrize("kind", ["label", "positions", "weight", "tokens", "probabilities", "binary"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradient_of_confident_sample_keeps_its_digits(kind: str, dtype: torch.dtype) -> None:
+    """p - 1 in the logits' own type is zero, or has few digits, from a margin of 17 on."""
+    torch.manual_seed(0)
+    for margin in (3, 9, 14, 17, 20, 26):
+        target = labels()
+        if kind == "positions":
+            target = labels(3)
+        elif kind == "tokens":
+            target = labels(5)
+        one_hot = F.one_hot(target, CLASSES)
+        one_hot = one_hot.t() if kind == "positions" else one_hot
+        output = (torch.randn(one_hot.shape) + margin * one_hot).to(dtype)
+        name, options = {"weight": ("cross_entropy", {"weight": [0.5, 2.0, 3.0, 1.0]}), "tokens": ("token_cross_entropy", {})}.get(
+            kind, ("cross_entropy", {})
+        )
+        if kind == "probabilities":
+            target = one_hot.to(torch.float32)
+        elif kind == "binary":
+            name, target = "bce_with_logits", one_hot.to(torch.float32)
+            output = (margin * (2.0 * one_hot - 1)).to(dtype)
+        function = criterion(name, **options).function
+        (loss, gradient), (exact_loss, exact) = (_loss_and_gradient(function, logits, target) for logits in (output, output.double()))
+        assert loss.dtype == torch.float32
+        torch.testing.assert_close(loss.double(), exact_loss, rtol=1e-6, atol=0)
+        torch.testing.assert_close(gradient.double(), exact, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=0)
+        assert float(exact_loss) > 0
+
+
+def _loss_and_gradient(function: Callable[..., Tensor], output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Of a batch of one, by psgrad's own transforms."""
+    gradients, values = vmap(lambda z, t: grad_and_value(function)(z, t))(output[None], target[None])
+    return values[0], gradients[0]
 
 
 def test_all_ignored_has_a_zero_gradient() -> None:
