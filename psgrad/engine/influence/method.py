@@ -18,6 +18,10 @@ Scores = dict[str, torch.Tensor]  # label of a layer ("" for all of them) -> [k,
 # Of scores with this unit a sum over examples predicts what their removal does. {change} is what the measurement calls a change for the
 # worse: "rise of the query's loss, in nats", or "fall of the query's margin, in nats".
 REMOVAL = "predicted {change}, if the training example were removed"
+# The same of scores whose sizes nothing vouches for: the curvature is damped or approximate, or the model is no convex problem's solution.
+UNCALIBRATED = f"uncalibrated: {REMOVAL}"
+# Of scores that rank, and whose sizes mean nothing.
+RELATIVE = "relative, no unit"
 
 
 @dataclass(frozen=True)
@@ -61,12 +65,12 @@ class Checkpoint:
 class Method(ABC):
     """A method with its options: kinds are frozen dataclasses, one file each in `methods/`.
 
-    name: as in a config. unit: of a score, for headers; see REMOVAL for what stands in it. predicts_removal: whether scores are the change
-    on removal.
+    name: as in a config. unit: of a score, for headers; see REMOVAL for what stands in it, which it becomes where all fits are `calibrated`.
+    predicts_removal: whether scores are the change on removal.
     """
 
     name: ClassVar[str]
-    unit: ClassVar[str] = REMOVAL
+    unit: ClassVar[str] = UNCALIBRATED
     predicts_removal: ClassVar[bool] = True
 
     @abstractmethod
@@ -94,11 +98,13 @@ class Fitted(ABC):
     """A method fitted to a training set at one checkpoint.
 
     facts: plain values for the manifest (damping, residuals, iterations, spectrum); `scores` may add to them. has_self_influence: whether
-    it can be had for about what scores cost; False where it takes a solve an example.
+    it can be had for about what scores cost; False where it takes a solve an example. calibrated: whether scores are amounts: the curvature
+    is that of a convex training objective at its minimum, and nothing but its weight decay is added.
     """
 
     facts: dict[str, Any]
     has_self_influence: bool = True
+    calibrated: bool = False
 
     @abstractmethod
     def scores(self, queries: Examples, per: Per = "total") -> Iterator[ScoreBlock]:

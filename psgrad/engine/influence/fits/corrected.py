@@ -49,6 +49,7 @@ class Corrected(Fitted):
         weights = self.leverage.weights.nan_to_num(0.0)
         self.removed = plain.on(with_cotangents(training, gradient + (root @ weights.unsqueeze(2)).squeeze(2)), weights)
         self.facts = {**plain.facts, "largest_leverage": float(self.leverage.largest.max())}
+        self.calibrated = plain.calibrated
 
     def with_damping(self, *, damping: float | None = None, relative: float | None = None) -> Corrected:
         """As that of the fit."""

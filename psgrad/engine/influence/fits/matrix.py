@@ -40,6 +40,18 @@ class ByMatrix(Invertible):
                 "positive; the checkpoint is not at a minimum, and scores are what they are at one by an assumption that does not hold"
             )
 
+    def undamped(self) -> ByMatrix | None:
+        """The same without damping; None where the curvature and its weight decay have no inverse with digits in the type that the
+        curvature's rows are computed in."""
+        matrix = self.matrix.clone()
+        matrix.diagonal().add_(len(self.training) * self.setting.weight_decay)
+        factor, failed = torch.linalg.cholesky_ex(matrix)
+        pivots = factor.diagonal().square()
+        precision = torch.finfo(next(iter(self.training.params.values())).dtype).eps
+        if bool(failed) or not bool(pivots.min() > len(matrix) * precision * pivots.max()):
+            return None
+        return ByMatrix(self.setting.damped(0.0, None), self.matrix)
+
     @classmethod
     def fit(cls, setting: Setting) -> ByMatrix:
         hessian = setting.curvature == "hessian"

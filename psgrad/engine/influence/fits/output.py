@@ -25,20 +25,26 @@ class AtOutput(Fitted):
 
     The parameters' change is that of the fit, and so is the output's to first order; of the measurement every order is counted. Where the
     model is linear, nothing but the change of the parameters is approximate.
+
+    layers: whether scores by layer are those of the fit; they are an error otherwise.
     """
 
-    def __init__(self, fitted: Any) -> None:
+    def __init__(self, fitted: Any, *, layers: bool = False) -> None:
         self.fitted: Corrected | Preconditioned = fitted
+        self.layers = layers
         self.steps: Preconditioned = fitted.removed if isinstance(fitted, Corrected) else fitted
         self.has_self_influence = fitted.has_self_influence
-        self.facts = fitted.facts
+        self.facts, self.calibrated = fitted.facts, fitted.calibrated
 
     def with_damping(self, *, damping: float | None = None, relative: float | None = None) -> AtOutput:
         """As that of the fit."""
         fitted: Any = self.fitted
-        return AtOutput(fitted.with_damping(damping=damping, relative=relative))
+        return AtOutput(fitted.with_damping(damping=damping, relative=relative), layers=self.layers)
 
     def scores(self, queries: Examples, per: Per = "total") -> Iterator[ScoreBlock]:
+        if per != "total" and self.layers:
+            yield from self.fitted.scores(queries, per)
+            return
         if per != "total":
             raise InfluenceError(
                 "scores by the query's output don't split into layers: a loss is no sum over what layers do to the output",

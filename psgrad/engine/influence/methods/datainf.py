@@ -13,7 +13,7 @@ from psgrad.engine.flat import Vectors, as_gradients
 from psgrad.engine.gradients.queries import PerSampleGradients
 from psgrad.engine.gradients.terms import accumulating
 from psgrad.engine.influence.damping import Damping
-from psgrad.engine.influence.method import Checkpoint, Fitted, Method, Preconditioned, SelfBlock, flat_rows
+from psgrad.engine.influence.method import RELATIVE, Checkpoint, Fitted, Method, Preconditioned, SelfBlock, flat_rows
 from psgrad.errors import InfluenceError
 
 
@@ -32,6 +32,8 @@ class DataInf(Method):
     """
 
     name = "datainf"
+    unit = RELATIVE
+    predicts_removal = False
 
     damping: float | None = None
     relative_damping: float = 0.1

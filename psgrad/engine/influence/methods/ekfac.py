@@ -13,7 +13,7 @@ from psgrad.engine.flat import Vectors, as_gradients
 from psgrad.engine.gradients.queries import PerSampleGradients
 from psgrad.engine.influence.curvature.kronecker import Block, fisher_rows, fit_blocks
 from psgrad.engine.influence.damping import Damping
-from psgrad.engine.influence.method import Checkpoint, Fitted, Method, Per, Preconditioned, ScoreBlock, SelfBlock, labelled
+from psgrad.engine.influence.method import RELATIVE, Checkpoint, Fitted, Method, Per, Preconditioned, ScoreBlock, SelfBlock, labelled
 from psgrad.errors import ConfigError, InfluenceError
 
 
@@ -46,6 +46,9 @@ class EKFAC(Method):
     def __post_init__(self) -> None:
         if self.draws < 1:
             raise ConfigError(f"draws is {self.draws}", expected="at least one sampled row for each training example")
+        if self.fisher == "empirical":  # which is as much too small as the losses are
+            object.__setattr__(self, "unit", RELATIVE)
+            object.__setattr__(self, "predicts_removal", False)
 
     def fit(self, training: Examples, checkpoint: Checkpoint) -> Fitted:
         blocks = fit_blocks(self._rows(training), len(training))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
 from psgrad.engine.examples import Examples
+from psgrad.engine.influence.calibration import calibrated, is_affine
 from psgrad.engine.influence.curvature.products import CurvatureProducts
 from psgrad.engine.influence.curvature.rows import LARGEST_OUTPUT, output_size
 from psgrad.engine.influence.damping import Damping
@@ -18,7 +19,7 @@ from psgrad.engine.influence.fits.kernel import ByKernel
 from psgrad.engine.influence.fits.matrix import ByMatrix
 from psgrad.engine.influence.fits.output import AtOutput
 from psgrad.engine.influence.fits.setting import TITLES, Setting
-from psgrad.engine.influence.method import REMOVAL, Checkpoint, Fitted, Method
+from psgrad.engine.influence.method import RELATIVE, UNCALIBRATED, Checkpoint, Fitted, Method
 from psgrad.engine.influence.solvers.arnoldi import arnoldi
 from psgrad.engine.influence.solvers.conjugate_gradient import conjugate_gradient
 from psgrad.engine.influence.solvers.dual import LARGEST_KERNEL
@@ -35,6 +36,10 @@ _PRECONDITIONERS = ("auto", "none", "diagonal", "nystroem")
 _MANY_QUERIES = 100
 _RANKS = {"nystroem": 200, "arnoldi": 50}
 # Products at most, where the options don't say.
+_WHY_NOT = {
+    False: "the model is not affine in its parameters, so that no training ends where a step of the curvature says",
+    True: "a damping is added to the curvature, which makes scores smaller",
+}
 _ITERATIONS = {"conjugate_gradient": 200, "lissa": 5000, "arnoldi": 200}
 
 
@@ -51,11 +56,15 @@ class Influence(Method):
         solver: 'exact' writes C out, 'dual' the inner products of its rows; 'conjugate_gradient', 'lissa' and 'arnoldi' take products
             with C alone, and 'arnoldi' inverts C along its leading eigenvectors only, which is another estimand. 'auto' takes the first
             of exact, dual and conjugate_gradient that the sizes allow.
-        damping: lam; None for `relative_damping` times the mean eigenvalue of C. The default ranks best on networks (docs/influence.md).
+        damping: lam; None for `relative_damping` times the mean eigenvalue of C. Where neither is given, lam is zero for a convex problem
+            (a model that is affine in its parameters, with a weight decay or a curvature that has an inverse), whose scores are then
+            amounts; and one mean eigenvalue for all others, which ranks best on networks (docs/influence.md).
         weight_decay: of training, on the mean loss; it is part of the curvature, whatever the damping.
         leverage: whether scores are corrected for what a removal does to the curvature (leverage.py). For gauss_newton, exact or dual.
+            On networks it lowers the agreement with retraining. None: where the damping is zero by default.
         change: what a step does to the query: 'gradient' to first order, 'output' as the measurement of the output that the step leads
-            to, to first order in the parameters (fits/output.py). It brings out what a large change of a confident query is.
+            to, to first order in the parameters (fits/output.py). It brings out what a large change of a confident query is. 'auto':
+            the latter where the damping is zero by default, and to first order for scores by layer.
         tolerance, iterations: of conjugate_gradient and lissa, the relative residual of each query and products at most (arnoldi: the size
             of its Krylov space); None for 200, 5000 and 200. preconditioner: of conjugate_gradient, 'none', 'diagonal', 'nystroem', or
             'auto', which is the last for less than a hundred queries.
@@ -67,10 +76,10 @@ class Influence(Method):
     curvature: Literal["gauss_newton", "hessian", "fisher"] = "gauss_newton"
     solver: Literal["auto", "exact", "dual", "conjugate_gradient", "lissa", "arnoldi"] = "auto"
     damping: float | None = None
-    relative_damping: float = 1.0
+    relative_damping: float | None = None
     weight_decay: float = 0.0
-    leverage: bool = False
-    change: Literal["gradient", "output"] = "gradient"
+    leverage: bool | None = None
+    change: Literal["auto", "gradient", "output"] = "auto"
     tolerance: float = 1e-6
     iterations: int | None = None
     preconditioner: Literal["auto", "none", "diagonal", "nystroem"] = "auto"
@@ -81,7 +90,7 @@ class Influence(Method):
         for name, value, allowed in (
             ("curvature", self.curvature, tuple(TITLES)),
             ("solver", self.solver, _SOLVERS),
-            ("change", self.change, ("gradient", "output")),
+            ("change", self.change, ("auto", "gradient", "output")),
             ("preconditioner", self.preconditioner, _PRECONDITIONERS),
         ):
             if value not in allowed:
@@ -94,9 +103,12 @@ class Influence(Method):
             )
         if not 0 <= self.seed < 1 << 63:
             raise ConfigError(f"influence: seed is {self.seed}", expected="a whole number from 0 to 2^63 - 1")
-        Damping(self.damping, self.relative_damping)
-        if self.solver == "arnoldi":  # another estimand than the others', and so not the class's unit
-            object.__setattr__(self, "unit", f"{REMOVAL}, as far as its effect is along the curvature's leading eigenvectors")
+        self._damping(convex=False)
+        if self.curvature == "fisher":  # which is as much too small as the losses are
+            object.__setattr__(self, "unit", RELATIVE)
+            object.__setattr__(self, "predicts_removal", False)
+        elif self.solver == "arnoldi":  # another estimand than the others', and so not the class's unit
+            object.__setattr__(self, "unit", f"{UNCALIBRATED}, as far as its effect is along the curvature's leading eigenvectors")
             object.__setattr__(self, "predicts_removal", False)
         if self.curvature == "hessian" and self.solver == "dual":
             raise ConfigError(
@@ -111,24 +123,48 @@ class Influence(Method):
             )
 
     def fit(self, training: Examples, checkpoint: Checkpoint) -> Fitted:
+        affine = self.curvature != "fisher" and self.solver != "arnoldi" and is_affine(training)
+        convex = affine and self.damping is None and self.relative_damping is None
         solver, why = self._choice(training)
         if self.leverage and solver not in ("exact", "dual"):
             raise InfluenceError(
                 f"the leverage correction needs every training example's own part of the inverse, which {solver} does not give ({why})",
                 next_step="set solver: exact or dual; or restrict `parameters`; or leverage: false",
             )
-        damping = Damping(self.damping, self.relative_damping)
-        setting = Setting(training, self.curvature, self.weight_decay, damping, self.leverage, checkpoint.say)
+        setting = Setting(training, self.curvature, self.weight_decay, self._damping(convex), bool(self.leverage), checkpoint.say)
         fitted: ByMatrix | ByKernel | ByProducts
         if solver == "exact":
             fitted = ByMatrix.fit(setting)
+            if convex and not self.weight_decay:
+                fitted = fitted.undamped() or fitted
         elif solver == "dual":
             fitted = ByKernel.fit(setting)
         else:
             fitted = ByProducts.fit(setting, getattr(self, f"_{solver}")(checkpoint), self.seed)
-        fitted.facts = {"solver": solver, "solver_because": why, **fitted.facts}
-        whole = Corrected(fitted) if self.leverage and not isinstance(fitted, ByProducts) else fitted
-        return AtOutput(whole) if self.change == "output" else whole
+        undamped = affine and fitted.facts["damping"] == 0
+        corrected = self.leverage
+        if corrected is None:
+            corrected = convex and undamped and self.curvature == "gauss_newton" and solver in ("exact", "dual")
+        by_output = self.change == "output" or (self.change == "auto" and convex and undamped)
+        fitted.setting = replace(fitted.setting, leverage=corrected)
+        fitted.calibrated, amounts = calibrated(fitted, self.weight_decay, checkpoint.say) if undamped else (False, _WHY_NOT[affine])
+        fitted.facts = {
+            "solver": solver,
+            "solver_because": why,
+            **fitted.facts,
+            "leverage": corrected,
+            "change": "output" if by_output else "gradient",
+            "calibrated": fitted.calibrated,
+            "calibrated_because": amounts,
+        }
+        whole = Corrected(fitted) if corrected and not isinstance(fitted, ByProducts) else fitted
+        return AtOutput(whole, layers=self.change == "auto") if by_output else whole
+
+    def _damping(self, convex: bool) -> Damping:
+        """convex: whether the options leave the damping open and the model is affine in its parameters."""
+        if convex and self.weight_decay > 0:
+            return Damping(0.0)
+        return Damping(self.damping, 1.0 if self.relative_damping is None else self.relative_damping)
 
     def _choice(self, training: Examples) -> tuple[str, str]:
         """The solver, and why."""

@@ -8,7 +8,7 @@ from psgrad.engine.examples import Examples
 from psgrad.engine.influence.index.estimators import RowInfluence
 from psgrad.engine.influence.index.projector import Kind, Projector
 from psgrad.engine.influence.index.rows import RowsInMemory, RowSource
-from psgrad.engine.influence.method import Checkpoint, Fitted, Method
+from psgrad.engine.influence.method import RELATIVE, Checkpoint, Fitted, Method
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,8 @@ class ProjectedInfluence(Method):
     relative_damping: float = 1.0
 
     name = "projected_influence"
+    unit = RELATIVE
+    predicts_removal = False
 
     def fit(self, training: Examples, checkpoint: Checkpoint) -> Fitted:
         projector = Projector(self.projection, self.dimension, self.seed, checkpoint.number, training.params)

@@ -8,7 +8,7 @@ from psgrad.engine.examples import Examples
 from psgrad.engine.influence.index.estimators import RowInfluence
 from psgrad.engine.influence.index.projector import Kind, Projector
 from psgrad.engine.influence.index.rows import RowsInMemory, RowSource
-from psgrad.engine.influence.method import Checkpoint, Fitted, Method
+from psgrad.engine.influence.method import RELATIVE, Checkpoint, Fitted, Method
 from psgrad.errors import InfluenceError
 
 
@@ -37,7 +37,7 @@ class TRAK(Method):
     relative_damping: float = 1.0
 
     name = "trak"
-    unit = "predicted {change}, if the training example were removed, but for a factor that TRAK leaves open"
+    unit = RELATIVE
     predicts_removal = False
 
     def fit(self, training: Examples, checkpoint: Checkpoint) -> Fitted:

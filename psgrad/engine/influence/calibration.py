@@ -1,0 +1,104 @@
+"""Whether scores are amounts: of a model that is affine in its parameters, at the minimum of its training objective, with no damping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from psgrad.engine.examples import Examples
+from psgrad.engine.flat import Vectors
+from psgrad.engine.gradients import PerSampleGradients
+from psgrad.engine.influence.method import Preconditioned, flat_rows
+from psgrad.engine.transforms import vmap
+
+# Samples whose outputs are compared, and directions that they are compared along.
+_SAMPLES, _DIRECTIONS = 4, 3
+# Samples whose removal is compared with the distance from the minimum.
+_REMOVED = 16
+# Second differences of the output that are rounding, as a multiple of the type's precision, relative to the outputs.
+_ROUNDING = 256
+
+
+def is_affine(training: Examples) -> bool:
+    """Whether the model's output is an affine function of the parameters, as that of a linear layer is: the training loss is then
+    convex in the parameters where it is convex in the output, and its Hessian is the Gauss-Newton matrix.
+
+    It is tried on a few samples, along random directions as long as the parameters: f(p + 2 d) - 2 f(p + d) + f(p) is zero. A model
+    under autocast, whose products round to halves, and one whose output is no tensor count as not affine.
+    """
+    objective = training.objective
+    if objective.autocast is not None or len(training) == 0:
+        return False
+    rows = sorted({place * len(training) // _SAMPLES for place in range(_SAMPLES)})
+    generator = torch.Generator().manual_seed(0)
+    for row in rows:
+        inputs, _ = training.stream.load(row, row + 1)
+        for _ in range(_DIRECTIONS):
+            along = {name: _direction(value, generator) for name, value in training.params.items()}
+            outputs = [
+                _output(training, {name: value + times * along[name] for name, value in training.params.items()}, inputs)
+                for times in range(3)
+            ]
+            if any(not isinstance(output, torch.Tensor) or not output.is_floating_point() for output in outputs):
+                return False
+            first, second, third = (output.double() for output in outputs)
+            size = first.abs().amax() + 2 * second.abs().amax() + third.abs().amax()
+            precision = torch.finfo(outputs[0].dtype).eps
+            if not bool((third - 2 * second + first).abs().amax() <= _ROUNDING * precision * size):
+                return False
+    return True
+
+
+def _direction(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """A random direction, about as long as the parameter."""
+    size = value.double().square().mean().sqrt() if value.numel() else 1.0
+    drawn = torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value.device)
+    return (drawn * (size if size > 0 else 1.0)).to(value.dtype)
+
+
+def _output(training: Examples, params: Vectors, inputs: Any) -> Any:
+    return vmap(training.objective.predict, in_dims=(None, 0), randomness=training.stream.randomness)(params, inputs)
+
+
+def calibrated(fitted: Preconditioned, weight_decay: float, say: Callable[[str], None]) -> tuple[bool, str]:
+    """Whether the scores of an undamped fit to an affine model are amounts, and why. `say` is told where the weights are no minimum."""
+    decrement, one = distance_from_minimum(fitted, weight_decay)
+    if 0 <= decrement <= one:
+        return (
+            True,
+            "the training objective is convex, the weights are at its minimum, and nothing but the weight decay is added to the curvature",
+        )
+    excess = decrement / 2 / len(fitted.training)
+    reason = (
+        f"the weights are not at the minimum of the training objective with a weight decay of {weight_decay:g}: one Newton step would "
+        f"lower it by {excess:.2g} a row"
+    )
+    say(f"{reason}, so that scores are uncalibrated; give the weight_decay of training, or train to the end")
+    return False, reason
+
+
+def distance_from_minimum(fitted: Preconditioned, weight_decay: float) -> tuple[float, float]:
+    """(G' A G, the mean of g_i' A g_i over some samples), A what the fit multiplies with, G the gradient of the training objective (the
+    losses and the weight decay, summed over the samples), g_i that of one sample.
+
+    At the minimum G is zero. Where the first number is below the second, the weights are nearer to the minimum than the removal of
+    one sample moves them.
+    """
+    training, count = fitted.training, len(fitted.training)
+    total: Vectors = training.fold(_summed)
+    whole = {name: value + count * weight_decay * training.params[name].double() for name, value in total.items()}
+    rows = sorted({place * count // _REMOVED for place in range(_REMOVED)})
+    single = training.stream.gradients_at(rows).materialise()
+    vectors = {name: torch.cat([value.unsqueeze(0), single[name].double()]) for name, value in whole.items()}
+    prepared = fitted.precondition(vectors)
+    products = torch.stack(
+        [(flat_rows(prepared[name]) * flat_rows(value).to(prepared[name].device)).sum(1) for name, value in vectors.items()]
+    )
+    decrement, *own = products.sum(0).tolist()
+    return decrement, sum(own) / len(own)
+
+
+def _summed(gradients: PerSampleGradients) -> Vectors:
+    return {name: value.double() for name, value in gradients.weighted_sum(torch.ones_like(gradients.losses)).items()}

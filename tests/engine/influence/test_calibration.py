@@ -1,0 +1,137 @@
+"""Which models are affine in their parameters, and which scores are amounts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from psgrad.engine.influence.calibration import is_affine
+from psgrad.engine.influence.method import RELATIVE, UNCALIBRATED
+from psgrad.engine.influence.methods import known_methods
+from psgrad.engine.influence.methods.ekfac import EKFAC
+from psgrad.engine.influence.methods.influence import Influence
+from tests.engine.influence.problems import classified, cross_entropy, examples, linear, mlp, ridge, squared_error
+from tests.engine.influence.runs import fit, scores
+
+
+class Bilinear(nn.Module):
+    """Two linear layers without anything in between: affine in each alone, and in both together not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 4), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+class OnFeatures(nn.Module):
+    """A linear layer on features that are fixed, but not affine in the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mixed", torch.randn(6, 5))
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(x @ self.mixed))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (lambda: nn.Linear(6, 3), True),
+        (lambda: nn.Sequential(nn.Flatten(), nn.Linear(6, 3, bias=False)), True),
+        (OnFeatures, True),
+        (Bilinear, False),
+        (lambda: nn.Sequential(nn.Linear(6, 3), nn.Tanh()), False),
+        (lambda: nn.Sequential(nn.Linear(6, 3), nn.LogSoftmax(1)), False),
+        (lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), False),
+        (lambda: nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 3)), False),
+    ],
+)
+def test_affine_models_are_told_from_others(model: type[nn.Module], expected: bool, dtype: torch.dtype) -> None:
+    for seed in range(3):
+        torch.manual_seed(seed)
+        inputs, labels = classified(20, seed=seed)
+        built = model().to(dtype)
+        assert is_affine(examples(built, cross_entropy, inputs.to(dtype), labels)) is expected
+        with torch.no_grad():  # an untrained layer of zeros
+            for parameter in built.parameters():
+                parameter.zero_()
+        if expected:
+            assert is_affine(examples(built, cross_entropy, inputs.to(dtype), labels))
+
+
+def test_affine_in_the_chosen_parameters_alone() -> None:
+    model = Bilinear().double()
+    inputs, labels = classified(20)
+    model.first.requires_grad_(False)
+    assert is_affine(examples(model, cross_entropy, inputs, labels))
+
+
+def test_least_squares_without_weight_decay_is_exact_by_default() -> None:
+    """Strictly convex, as the inputs have full rank: no damping, and the change that retraining brings to the last digit."""
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(40, 6, dtype=torch.float64), torch.randn(40, 2, dtype=torch.float64)
+    weights = ridge(inputs, targets, 0.0)
+    asked, wanted = torch.randn(5, 6, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
+    training = examples(linear(weights), squared_error, inputs, targets)
+    fitted = fit(Influence(), training)
+    assert fitted.calibrated
+    assert fitted.facts["damping"] == 0
+    found = scores(fitted, examples(linear(weights), squared_error, asked, wanted))
+
+    def losses(layer: nn.Linear) -> np.ndarray:
+        with torch.no_grad():
+            return (0.5 * (layer(asked) - wanted).square().sum(1)).numpy()
+
+    for row in range(0, 40, 7):
+        kept = torch.arange(40) != row
+        truth = losses(linear(ridge(inputs[kept], targets[kept], 0.0))) - losses(linear(weights))
+        np.testing.assert_allclose(found[row], truth, rtol=1e-8, atol=1e-10)
+
+
+def test_default_by_the_dual_solver_is_that_of_the_exact_one() -> None:
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(30, 6, dtype=torch.float64), torch.randn(30, 2, dtype=torch.float64)
+    model = linear(ridge(inputs, targets, 30 * 0.1))
+    training = examples(model, squared_error, inputs, targets)
+    queries = examples(model, squared_error, torch.randn(5, 6, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64))
+    dual, exact = (fit(Influence(weight_decay=0.1, solver=solver), training) for solver in ("dual", "exact"))
+    assert dual.calibrated
+    np.testing.assert_allclose(scores(dual, queries), scores(exact, queries), rtol=1e-8, atol=1e-10)
+
+
+def test_fewer_rows_than_parameters_keep_their_damping() -> None:
+    inputs, targets = torch.randn(5, 6, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
+    fitted = fit(Influence(), examples(linear(ridge(inputs, targets, 1e-3)), squared_error, inputs, targets))
+    assert fitted.facts["damping"] > 0
+    assert not fitted.calibrated
+
+
+def test_networks_keep_the_damping_that_ranks_best() -> None:
+    inputs, labels = classified(30)
+    fitted = fit(Influence(weight_decay=1e-3), examples(mlp(), cross_entropy, inputs, labels))
+    assert fitted.facts["damping"] == pytest.approx(fitted.facts["mean_eigenvalue"])
+    assert not fitted.calibrated
+    assert fitted.facts["leverage"] is False
+
+
+def test_units_of_methods_say_what_is_no_amount() -> None:
+    """Only scores that a fit vouches for go without a word that says otherwise."""
+    relative = {"trak", "projected_influence", "datainf"}
+    for name, kind in known_methods().items():
+        method = kind()
+        if name in relative:
+            assert (method.unit, method.predicts_removal) == (RELATIVE, False)
+        elif method.predicts_removal:
+            assert method.unit == UNCALIBRATED
+        else:
+            assert "removed" not in method.unit
+    for method in (EKFAC(fisher="empirical"), Influence(curvature="fisher")):
+        assert (method.unit, method.predicts_removal) == (RELATIVE, False)
+    assert Influence(solver="arnoldi").unit.startswith("uncalibrated")
