@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.cm import ScalarMappable
-from matplotlib.colors import LinearSegmentedColormap, Normalize
+from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
@@ -23,7 +23,8 @@ from psgrad.reports.attribution_colours import LOWERS, RAISES, scale_of, shade
 from psgrad.reports.attribution_text import Passage
 from psgrad.reports.drawing import GRID, INK, QUIET, WIDTH_IN, Plot
 from psgrad.reports.pictures import to_rgb
-from psgrad.reports.words import identifier, number, shorten
+from psgrad.reports.sheets import line_height, place_picture, place_words, sheet
+from psgrad.reports.words import identifier, number, shorten_middle
 from psgrad.results import AnalyzeResult, MeasureResult, TopSample
 
 MAX_PICTURES = 12
@@ -62,37 +63,30 @@ def attribution_plot(result: AnalyzeResult, measure: MeasureResult) -> Plot | No
 
 
 def _sheet(measure: MeasureResult, pictures: list[tuple[int, TopSample]]) -> Figure:
+    cell = WIDTH_IN / (2 * _PER_LINE)
+    row = cell + line_height(6.5) + 0.08
     lines = -(-len(pictures) // _PER_LINE)
-    figure = Figure(figsize=(WIDTH_IN, 1.22 * lines + 0.62), layout="constrained")
-    grid = figure.add_gridspec(lines + 1, 2 * _PER_LINE, height_ratios=[*[1.0] * lines, 0.07], hspace=0.02, wspace=0.02)
-    for place, (row, shown) in enumerate(pictures):
+    figure, axes = sheet(row * lines + 0.5)
+    for place, (number_of_row, shown) in enumerate(pictures):
         line, column = divmod(place, _PER_LINE)
-        found = picture_of(measure, row, shown)
+        found = picture_of(measure, number_of_row, shown)
         assert found is not None
         assert shown.image is not None
-        plain, under = (figure.add_subplot(grid[line, 2 * column + side]) for side in (0, 1))
-        for axes, pixels in ((plain, to_rgb(shown.image)), (under, found[0])):
-            _bare(axes)
-            axes.imshow(pixels, interpolation="nearest")
-        plain.set_xlabel(shorten(identifier(shown.id), 16), fontsize=6.5, color=INK, parse_math=False)
-        under.set_xlabel(f"\u00b1 {number(scale_of(found[1]))}", fontsize=6.5, color=QUIET)
-    _legend(figure, figure.add_subplot(grid[lines, :]), unit_words(measure))
+        words = (identifier(shown.id), INK), (f"\u00b1 {number(scale_of(found[1]))}", QUIET)
+        for side, (pixels, (said, colour)) in enumerate(zip((to_rgb(shown.image), found[0]), words, strict=True)):
+            left = (2 * column + side) * cell
+            place_picture(axes, pixels, left + 0.03, line * row + 0.03, cell - 0.06, frame=GRID)
+            place_words(axes, [said], left + 0.02, line * row + cell - 0.02, cell - 0.04, size=6.5, color=colour)
+    _legend(axes, row * lines + 0.06, unit_words(measure))
     return figure
 
 
-def _bare(axes: Axes) -> None:
-    axes.set(xticks=[], yticks=[])
-    for spine in axes.spines.values():
-        spine.set_color(GRID)
-
-
-def _legend(figure: Figure, axes: Axes, unit: str) -> None:
+def _legend(axes: Axes, top: float, unit: str) -> None:
     shades = LinearSegmentedColormap.from_list("attribution", [LOWERS, "#d0d4d9", RAISES])
-    bar = figure.colorbar(ScalarMappable(Normalize(-1, 1), shades), cax=axes, orientation="horizontal", ticks=[-0.94, 0, 0.95])
-    bar.set_ticklabels(["lowers", "nothing", "raises"])
-    bar.set_label(f"full colour: the number below a picture, in {unit}", size=7.5, color=QUIET)
-    bar.ax.tick_params(labelsize=7.5, labelcolor=INK, length=0)
-    bar.ax.spines["outline"].set_color(GRID)
+    axes.imshow(np.linspace(0, 1, 256)[None], cmap=shades, extent=(0.03, WIDTH_IN - 0.03, top + 0.1, top), aspect="auto")
+    for where, side, words in ((0.03, "left", "lowers"), (WIDTH_IN / 2, "center", "nothing"), (WIDTH_IN - 0.03, "right", "raises")):
+        axes.text(where, top + 0.22, words, ha=side, size=7.5, color=INK)
+    axes.text(WIDTH_IN / 2, top + 0.36, f"full colour: the number below a picture, in {unit}", ha="center", size=7.5, color=QUIET)
 
 
 # -- text -----------------------------------------------------------------------------------------------------------------------------
@@ -109,7 +103,7 @@ def _text(passages: list[tuple[TopSample, Passage]]) -> Figure:
     top = 0.5
     for (shown, passage), lines in zip(passages, wrapped, strict=True):
         note = f"; {passage.note}" if passage.note else ""
-        words = f"{shorten(identifier(shown.id), 50)}   {passage.scale}{note}"
+        words = f"{shorten_middle(identifier(shown.id), 50)}   {passage.scale}{note}"
         axes.text(0, top, words, fontsize=8, color=QUIET, va="center", parse_math=False)
         for below, line in enumerate(lines, start=1):
             for column, (letter, level) in enumerate(line):

@@ -7,7 +7,7 @@ from matplotlib.colors import LinearSegmentedColormap, LogNorm
 
 from psgrad.reports.ci.words import clean
 from psgrad.reports.comparison import GROUP_HEADINGS, HEADINGS, group_cells, sections, sentences
-from psgrad.reports.drawing import DARK, GRID, REST, Plot, figure_with_axes, say_empty
+from psgrad.reports.drawing import DARK, GRID, REST, Plot, figure_with_axes, log_axis, say_empty
 from psgrad.reports.page import plot_uri, templates
 from psgrad.reports.words import count, number
 from psgrad.results.comparison import Comparison
@@ -36,8 +36,7 @@ def draw_comparison(result: Comparison) -> Plot:
             drawn = axes.pcolormesh(edges, edges, np.where(binned > 0, binned, np.nan), norm=LogNorm(), cmap=colours, zorder=2)
             figure.colorbar(drawn, ax=axes, label="samples per bin (log scale)")
         if log:
-            axes.set_xscale("log")
-            axes.set_yscale("log")
+            log_axis(axes, "x", "y")
         scale = " (log scale)" if log else ""
         axes.set_xlabel(f"{clean(result.score)} in A{scale}", parse_math=False)
         axes.set_ylabel(f"{clean(result.score)} in B{scale}", parse_math=False)

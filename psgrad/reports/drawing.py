@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import io
 import re
+import textwrap
 import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter, LogLocator, MaxNLocator
+from matplotlib.transforms import Bbox
 
 Array = np.ndarray[Any, Any]
 
@@ -32,6 +36,7 @@ SHADES = (
 )
 
 WIDTH_IN = 8.0
+TITLE_IN, TITLE_LETTERS = 0.2, 96  # a line of a title: its height, and what fits into it
 
 
 @dataclass(frozen=True)
@@ -45,16 +50,31 @@ class Plot:
     vector: bool = True
     alt: str = ""
 
-    def png(self, dpi: int = 150) -> bytes:
-        return self._render("png", dpi=dpi)
+    def png(self, dpi: int = 150, titled: bool = True) -> bytes:
+        """As PNG, below its title: a file is looked at without the page, which has the title as text."""
+        self._arrange()
+        if not titled:
+            return self._render("png", dpi=dpi)
+        width, height = self.figure.get_size_inches()
+        lines = textwrap.wrap(self.title, TITLE_LETTERS) or [""]
+        strip = TITLE_IN * len(lines) + 0.1
+        title = self.figure.text(
+            0.012, 1 + strip / 2 / height, "\n".join(lines), va="center", size=11, weight="bold", color=INK, parse_math=False
+        )
+        try:
+            return self._render("png", dpi=dpi, bbox_inches=Bbox.from_bounds(0, 0, width, height + strip))
+        finally:
+            title.remove()
 
     def svg(self) -> bytes:
         # Without a date and with fixed ids the same run gives the same bytes.
+        self._arrange()
         with matplotlib.rc_context({"svg.hashsalt": "psgrad"}):
             return self._render("svg", metadata={"Date": None})
 
     def adaptive_svg(self) -> bytes:
         """As SVG without a ground, whose colours follow the light or dark of the page that it stands on."""
+        self._arrange()
         with matplotlib.rc_context({"svg.hashsalt": "psgrad"}):
             drawn = self._render("svg", metadata={"Date": None}, transparent=True, dpi=130)
         rules = "".join(
@@ -66,13 +86,90 @@ class Plot:
         drawn = re.sub(rb"\n\s*", b"\n", drawn)
         return drawn.replace(b"<defs>", b"<style>@media (prefers-color-scheme:dark){" + rules.encode() + b"}</style><defs>", 1)
 
+    def _arrange(self) -> None:
+        """Lay the figure out once: what is drawn in two formats keeps the first one's places."""
+        engine = self.figure.get_layout_engine()
+        if engine is not None:
+            with _silent_fonts():
+                if len(self.figure.axes) == 1 and not self.figure.get_suptitle():
+                    _fill(self.figure, self.figure.axes[0])
+                else:
+                    engine.execute(self.figure)
+            self.figure.set_layout_engine(None)
+
     def _render(self, kind: str, **options: Any) -> bytes:
         buffer = io.BytesIO()
-        with warnings.catch_warnings():
-            # Class names may be in scripts that the font lacks; a box in the figure is enough said.
-            warnings.filterwarnings("ignore", message="Glyph .* missing")
+        with _silent_fonts():
             self.figure.savefig(buffer, format=kind, **options)
         return buffer.getvalue()
+
+
+def _fill(figure: Figure, axes: Axes) -> None:
+    """Let the axes fill the figure as far as their labels leave room: measured once, where matplotlib's own layout measures four times."""
+    axes.set_position((0.1, 0.15, 0.85, 0.75))
+    inner, outer = axes.get_window_extent(), axes.get_tightbbox(FigureCanvasAgg(figure).get_renderer(), for_layout_only=True)
+    assert outer is not None
+    width, height = figure.bbox.size
+    pad = 0.04 * figure.dpi
+    left, low = inner.x0 - outer.x0 + pad, inner.y0 - outer.y0 + pad
+    right, high = width - (outer.x1 - inner.x1) - pad, height - (outer.y1 - inner.y1) - pad
+    axes.set_position((left / width, low / height, (right - left) / width, (high - low) / height))
+
+
+def _silent_fonts() -> warnings.catch_warnings[None]:
+    """Class names may be in scripts that the font lacks; a box in the figure is enough said."""
+    return warnings.catch_warnings(action="ignore", category=UserWarning)
+
+
+class _PlainLog(LogFormatter):
+    """Ticks of a log axis as text, 0.01, 100 and 10⁻⁶: formulas take ten times as long to draw."""
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        return power_words(x) if super().__call__(x, pos) else ""
+
+
+def power_words(value: float) -> str:
+    """0.01, 2, 1,000, and 10⁻⁶ or 2×10⁷ where digits would have to be counted."""
+    if value == 0 or 1e-3 <= abs(value) < 1e5:
+        return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+    digits, _, exponent = f"{value:.3e}".partition("e")
+    factor = f"{float(digits):g}"
+    raised = f"10{str(int(exponent)).translate(_RAISED)}"
+    return raised if factor == "1" else f"-{raised}" if factor == "-1" else f"{factor}×{raised}"
+
+
+_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def log_axis(axes: Axes, *which: Literal["x", "y"]) -> None:
+    """Logarithmic scales with plain ticks."""
+    for name in which:
+        axis = axes.xaxis if name == "x" else axes.yaxis
+        (axes.set_xscale if name == "x" else axes.set_yscale)("log")
+        axis.set_minor_locator(LogLocator(subs=(2, 5)))
+        axis.set_major_formatter(_PlainLog(labelOnlyBase=True))
+        axis.set_minor_formatter(_PlainLog(labelOnlyBase=False, minor_thresholds=(1, 0.4)))
+
+
+def legend_above(axes: Axes, columns: int = 4) -> None:
+    """The legend between title and axes, where nothing is drawn under it."""
+    axes.legend(
+        frameon=False,
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        ncols=columns,
+        labelcolor=INK,
+        fontsize=9,
+        borderaxespad=0.2,
+        columnspacing=1.5,
+    )
+
+
+def count_axis(axes: Axes, which: Literal["x", "y"] = "y") -> None:
+    """Ticks at whole numbers alone, for what is counted."""
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axis.set_major_formatter(lambda value, _: f"{value:,.0f}")
 
 
 def figure_with_axes(height: float) -> tuple[Figure, Axes]:

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import numpy as np
-from matplotlib.axes import Axes
 
-from psgrad.reports.drawing import DARK, INK, QUIET, REST, REVIEW, Plot, figure_with_axes, name_rows, rows_height, say_empty
+from psgrad.reports.drawing import (
+    DARK,
+    QUIET,
+    REST,
+    REVIEW,
+    Plot,
+    figure_with_axes,
+    legend_above,
+    log_axis,
+    name_rows,
+    rows_height,
+    say_empty,
+)
 from psgrad.reports.evaluation import ordered
 from psgrad.reports.words import brief
 from psgrad.results.evaluation import HEADLINE, EvaluationResult
@@ -47,7 +58,7 @@ def intervals(result: EvaluationResult) -> Plot:
     best = result.facts.get("ceiling") if result.kind == "lds" else None
     if best is not None:
         axes.axvline(best, color=QUIET, linewidth=1.2, linestyle=(0, (4, 3)), label="best reachable: the rest is noise of retraining")
-        axes.legend(frameon=False, labelcolor=INK, loc="lower left")
+        legend_above(axes)
     bars = "one standard deviation over the sets of flips" if result.kind == "mislabel" else "95 % bootstrap intervals"
     return Plot("evaluation", "How well the scores did", f"Bars: {bars}. Orange: the config's method; light: controls.", figure)
 
@@ -70,7 +81,7 @@ def predicted_and_actual(result: EvaluationResult) -> Plot:
         slope, intercept = float(main["slope"]), float(main["intercept"])
         if np.isfinite(slope):
             axes.plot(ends, intercept + slope * ends, color=REVIEW, linewidth=1.6, label=f"slope {slope:.4f}")
-        axes.legend(frameon=False, labelcolor=INK, loc="upper left")
+        legend_above(axes)
         axes.set(xlabel=f"predicted {result.unit}", ylabel="after retraining")
     caption = f"Each removed example and each query, by {result.method}. On the dashed line the prediction is exact."
     return Plot("predicted_and_actual", "Predicted and actual rises", caption, figure, vector=False)
@@ -88,7 +99,7 @@ def removal_curves(result: EvaluationResult) -> Plot:
             rows["removed"], rows["rise"], color=colour, linestyle=style, marker="o", markersize=4, label=brief(str(name), _NAME_LIMIT)
         )
     axes.set(xlabel="examples left out: those with the largest scores for the query", ylabel=f"mean {result.unit}")
-    _legend(axes)
+    legend_above(axes)
     return Plot("evaluation", "Removal curves", "Bands: 95 % bootstrap intervals over the queries. Dashed: controls.", figure)
 
 
@@ -98,12 +109,8 @@ def tuning(result: EvaluationResult) -> Plot:
     for name, curve in result.curves.items():
         colour = REVIEW if name == result.method else DARK
         axes.plot(list(curve), list(curve.values()), color=colour, marker="o", markersize=4, label=brief(name, _NAME_LIMIT))
-    axes.set_xscale("log")
+    log_axis(axes, "x")
     axes.set(xlabel="damping, as a multiple of the curvature's mean eigenvalue (log scale)", ylabel="linear datamodeling score")
-    _legend(axes)
+    legend_above(axes)
     caption = "On subsets and queries that are not reported. The damping with the largest score was taken."
     return Plot("tuning", "Score by damping", caption, figure)
-
-
-def _legend(axes: Axes) -> None:
-    axes.legend(frameon=False, labelcolor=INK, loc="best", fontsize=8)

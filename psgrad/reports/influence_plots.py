@@ -8,10 +8,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
-from psgrad.reports.drawing import DARK, INK, QUIET, REST, REVIEW, Array, Plot, figure_with_axes, name_rows, say_empty
+from psgrad.reports.drawing import DARK, QUIET, REST, REVIEW, Array, Plot, figure_with_axes, legend_above, log_axis, name_rows, say_empty
 from psgrad.reports.influence_sheets import draw_sheets
 from psgrad.reports.influence_words import query_name, reported_queries, unit_words
-from psgrad.reports.words import count, shorten
+from psgrad.reports.words import count, shorten_middle
 from psgrad.results import ALL_INDEX, SIGN, InfluenceResult, carriers, cumulative_influence, disagrees
 
 MAX_ROWS = 12  # queries in one figure
@@ -60,7 +60,7 @@ def score_distributions(result: InfluenceResult) -> Plot:
     for row, values in enumerate(drawn.values()):
         _ridge(axes, row, values, edges)
     axes.set_xlim(edges[0], edges[-1])
-    name_rows(axes, [shorten(query_name(result, query), 24) for query in drawn])
+    name_rows(axes, [shorten_middle(query_name(result, query), 24) for query in drawn])
     axes.set_ylim(len(drawn) - 0.8, -0.95)
     axes.axvline(0, color=QUIET, linewidth=0.8)
     _beside(axes, -0.8, "help")
@@ -97,12 +97,12 @@ def cumulative(result: InfluenceResult) -> Plot:
         for share in (0.5, 0.9):
             place = carriers(values, share)
             axes.plot([place], [curve[place - 1]], "o", markersize=5 if whole else 3.5, color=DARK if whole else REST, zorder=4)
-    axes.set_xscale("log")
+    log_axis(axes, "x")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.set(ylim=(0, 103), xlabel="strongest proponents (log scale)", ylabel="share of the sum of positive scores (%)")
     for share in (50, 90):
         axes.axhline(share, color=QUIET, linewidth=0.8, linestyle=(0, (1, 2)))
-    axes.legend(frameon=False, loc="upper left", labelcolor=INK, fontsize=9)
+    legend_above(axes)
     return Plot("cumulative_influence", "How many examples carry the influence", caption + carrier_words(columns), figure)
 
 
@@ -149,12 +149,11 @@ def self_influence_against_loss(result: InfluenceResult) -> Plot:
                     linewidths=1.1 if marker == "x" else 0,
                     label=words,
                 )
-        axes.set_xscale("log")
-        axes.set_yscale("log")
+        log_axis(axes, "x", "y")
         axes.set_xlabel(_axis_words(result, "self-influence (log scale)", signed=False), parse_math=False)
         axes.set_ylabel("loss of the training example (log scale)")
         if wrong.any():
-            axes.legend(frameon=False, loc="upper left", labelcolor=INK, fontsize=9)
+            legend_above(axes)
         if drawn["loss"].nunique() > 1 and drawn["self_influence"].nunique() > 1:
             spearman = drawn["loss"].rank().corr(drawn["self_influence"].rank())
             caption += f"Rank correlation (Spearman): {spearman:.2f}. "

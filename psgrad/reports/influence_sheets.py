@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -11,7 +12,8 @@ from psgrad.reports.drawing import GRID, INK, QUIET, REST, REVIEW, WIDTH_IN, Plo
 from psgrad.reports.influence_words import Example, examples, query_example, query_title, reported_queries, unit_words
 from psgrad.reports.pictures import to_rgb
 from psgrad.reports.plots import PICTURE_NOTE
-from psgrad.reports.words import MISSING, brief, shorten
+from psgrad.reports.sheets import line_height, place_picture, place_words, sheet
+from psgrad.reports.words import MISSING, brief, shorten_middle
 from psgrad.results import ALL_INDEX, SIGN, InfluenceResult
 
 MAX_SHEETS = 6
@@ -40,10 +42,8 @@ def query_sheet(result: InfluenceResult, query_index: int, name: str) -> Plot:
     title = query_title(result, query_index)
     shown = [each for side in sides for each in side] + ([query] if query else [])
     pictures = any(each.input is not None and each.input.image is not None for each in shown)
-    figure = _pictures(query, sides) if pictures else _table(query, sides)
-    figure.suptitle(shorten(title, 110), x=0.01, ha="left", fontsize=11, fontweight="bold", color=INK, parse_math=False)
-    words = textwrap.fill(f"Score: {unit_words(result)}; {SIGN}", 140)
-    figure.supxlabel(words, x=0.01, ha="left", fontsize=7.5, color=QUIET, parse_math=False)
+    words = textwrap.wrap(f"Score: {unit_words(result)}; {SIGN}", 130)
+    figure = (_pictures if pictures else _table)(query, sides, words)
     caption = f"The training examples that help and hurt most, strongest first. {DIFFERS_NOTE} " + (PICTURE_NOTE if pictures else "")
     return Plot(name, title, caption, figure, vector=False)
 
@@ -51,64 +51,58 @@ def query_sheet(result: InfluenceResult, query_index: int, name: str) -> Plot:
 # -- pictures --------------------------------------------------------------------------------------------------------------------------
 
 
-def _pictures(query: Example | None, sides: tuple[list[Example], list[Example]]) -> Figure:
-    first = 2 if query else 0
-    figure = Figure(figsize=(WIDTH_IN, 3.7 if query else 4.1), layout="constrained")
-    grid = figure.add_gridspec(2, first + PER_SIDE, hspace=0.04, wspace=0.03)
+def _pictures(query: Example | None, sides: tuple[list[Example], list[Example]], footer: list[str]) -> Figure:
+    left, first = 0.25, 2 if query else 0
+    cell = (WIDTH_IN - left) / (first + PER_SIDE)
+    lines = max((len(_below(each)) for side in sides for each in side), default=1)
+    row = line_height(8.5) + cell + lines * line_height(7) + 0.08
+    figure, axes = sheet(2 * row + 0.1 + len(footer) * line_height(7.5))
     if query:
-        axes = figure.add_subplot(grid[:, :first])
-        _picture(axes, query)
-        axes.set_title("the query", fontsize=9, color=QUIET)
-    for line, (side, words, colour) in enumerate(zip(sides, (HELPS, HURTS), (REST, REVIEW), strict=True)):
-        for column in range(PER_SIDE):
-            axes = figure.add_subplot(grid[line, first + column])
-            if column < len(side):
-                _picture(axes, side[column])
-                _title(axes, side[column], colour)
-            else:
-                axes.axis("off")
-            if column == 0:
-                none = "" if side else f"nothing {words.split()[0]}"
-                axes.text(
-                    -0.06, 0.5, none or words, transform=axes.transAxes, rotation=90, ha="right", va="center", fontsize=9, color=colour
-                )
+        below = place_words(axes, ["the query"], 0, 0, 2 * cell, size=9, color=QUIET)
+        _picture(axes, query, 0.05, below + 0.08, 2 * cell - 0.15)
+        place_words(axes, _below(query), 0, below + 2 * cell, 2 * cell, **_style(query))
+    for place, (side, words, colour) in enumerate(zip(sides, (HELPS, HURTS), (REST, REVIEW), strict=True)):
+        top, start = place * row, left + first * cell
+        said = words if side else f"nothing {words.split()[0]}"
+        axes.text(start - 0.1, top + row / 2, said, rotation=90, ha="center", va="center", size=9, color=colour)
+        for column, each in enumerate(side):
+            below = place_words(axes, [each.score], start + column * cell, top, cell, size=8.5, weight="bold", color=colour)
+            _picture(axes, each, start + column * cell + 0.06, below + 0.04, cell - 0.12)
+            place_words(axes, _below(each), start + column * cell + 0.02, below + cell - 0.06, cell - 0.04, **_style(each))
+    _footer(axes, footer)
     return figure
 
 
-def _picture(axes: Axes, example: Example) -> None:
-    axes.set(xticks=[], yticks=[])
-    for spine in axes.spines.values():
-        spine.set_color(GRID)
+def _picture(axes: Axes, example: Example, left: float, top: float, side: float) -> None:
     if example.input is not None and example.input.image is not None:
-        axes.imshow(to_rgb(example.input.image), interpolation="nearest")
+        place_picture(axes, to_rgb(example.input.image), left, top, side, frame=GRID)
     else:
-        axes.set_aspect("equal")
-        axes.text(0.5, 0.5, "no picture", transform=axes.transAxes, ha="center", va="center", fontsize=7, color=QUIET)
+        axes.text(left + side / 2, top + side / 2, "no picture", ha="center", va="center", size=7, color=QUIET)
 
 
-def _title(axes: Axes, example: Example, colour: str) -> None:
-    axes.set_title(example.score, fontsize=8.5, fontweight="bold", color=colour, parse_math=False, pad=3)
-    axes.set_xlabel(
-        "\n".join(filter(None, (shorten(example.id, 16), _classes(example, 10), example.spread))),
-        fontsize=7,
-        color=INK,
-        fontweight="bold" if example.differs else "normal",
-        parse_math=False,
-    )
+def _below(example: Example) -> list[str]:
+    """What stands below a picture, line by line."""
+    truth = "" if example.label == MISSING else f"label {example.label}"
+    guess = "" if MISSING in (example.label, example.prediction) else f"model {example.prediction}"
+    return [line for line in (example.id, truth, guess, example.spread) if line]
 
 
-def _classes(example: Example, limit: int) -> str:
-    truth, guess = shorten(example.label, limit), shorten(example.prediction, limit)
-    if example.label == MISSING:
-        return ""
-    return f"label {truth}" if example.prediction == MISSING else f"label {truth}, model {guess}"
+def _style(example: Example) -> dict[str, Any]:
+    return {"size": 7, "weight": "bold" if example.differs else "normal"}
+
+
+def _footer(axes: Axes, lines: list[str]) -> None:
+    """Unit and sign, at the foot of a sheet."""
+    low = axes.get_ylim()[0]
+    axes.text(0.08, low - 0.05, "\n".join(lines), size=7.5, color=QUIET, va="bottom", parse_math=False)
 
 
 # -- rows ------------------------------------------------------------------------------------------------------------------------------
 
 
-def _table(query: Example | None, sides: tuple[list[Example], list[Example]]) -> Figure:
+def _table(query: Example | None, sides: tuple[list[Example], list[Example]], footer: list[str]) -> Figure:
     """Text and table rows: a line an example, its text wrapped beside it."""
+    texts = any(_wrapped(each) for side in sides for each in side) or bool(query and _wrapped(query))
     lines: list[tuple[tuple[str, ...], str, bool, list[str]]] = []  # cells, their colour, whether they are bold, the text beside them
     if query and query.input is not None and query.input.text is not None:
         lines.append((("the query",), INK, True, _wrapped(query)))
@@ -117,30 +111,28 @@ def _table(query: Example | None, sides: tuple[list[Example], list[Example]]) ->
         for each in side:
             cells: tuple[str, ...] = (
                 f"{each.score} {each.spread}",
-                shorten(each.id, 18),
-                shorten(each.label, 10),
-                shorten(each.prediction, 10),
+                shorten_middle(each.id, 18 if texts else 30),
+                shorten_middle(each.label, 10 if texts else 20),
+                shorten_middle(each.prediction, 10 if texts else 20),
             )
             lines.append((cells, INK, each.differs, _wrapped(each)))
-    texts = any(wrapped for *_, wrapped in lines)
     heights = [max(1, len(wrapped)) + 0.35 for *_, wrapped in lines]
-    total = sum(heights) + 1.4
-    figure = Figure(figsize=(WIDTH_IN, 0.75 + _LINE_IN * total), layout="constrained")
-    axes = figure.subplots()
-    axes.set(xlim=(0, 1), ylim=(total, 0))
-    axes.axis("off")
-    places = (0.0, 0.19, 0.35, 0.43, 0.52) if texts else (0.0, 0.24, 0.54, 0.76, 1.0)
+    figure, axes = sheet((sum(heights) + 1.6 + len(footer)) * _LINE_IN)
+    shares = (0.01, 0.18, 0.34, 0.43, 0.52) if texts else (0.01, 0.24, 0.54, 0.76, 1.0)
+    places = [share * WIDTH_IN for share in shares]
     for place, words in zip(places, ("score", "id", "label", "model", "input" if texts else ""), strict=True):
-        axes.text(place, 0.6, words, fontsize=8, color=QUIET, va="center")
+        axes.text(place, 0.6 * _LINE_IN, words, fontsize=8, color=QUIET, va="center")
     top = 1.3
     for (cells, colour, bold, wrapped), height in zip(lines, heights, strict=True):
-        axes.axhline(top - 0.1, color=GRID, linewidth=0.7)
+        axes.axhline((top - 0.1) * _LINE_IN, color=GRID, linewidth=0.7)
         weight = "bold" if bold else "normal"
         for place, cell in zip(places, cells, strict=False):
-            axes.text(place, top + 0.55, cell, fontsize=8, color=colour, fontweight=weight, va="center", parse_math=False)
+            axes.text(place, (top + 0.55) * _LINE_IN, cell, fontsize=8, color=colour, fontweight=weight, va="center", parse_math=False)
         for number, words in enumerate(wrapped):
-            axes.text(places[-1], top + 0.55 + number, words, fontsize=6.8, family="monospace", color=INK, va="center", parse_math=False)
+            where = places[-1], (top + 0.55 + number) * _LINE_IN
+            axes.text(*where, words, fontsize=6.8, family="monospace", color=INK, va="center", parse_math=False)
         top += height
+    _footer(axes, footer)
     return figure
 
 

@@ -9,7 +9,21 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from psgrad.reports.drawing import DARK, INK, QUIET, REST, REVIEW, WIDTH_IN, Array, Plot, figure_with_axes, log_bins, style
+from psgrad.reports.drawing import (
+    DARK,
+    INK,
+    QUIET,
+    REST,
+    REVIEW,
+    WIDTH_IN,
+    Array,
+    Plot,
+    count_axis,
+    figure_with_axes,
+    log_axis,
+    log_bins,
+    style,
+)
 from psgrad.reports.tables import words_of
 from psgrad.reports.words import count, identifier, label, number, shorten
 from psgrad.results import AnalyzeResult, MeasureResult
@@ -85,9 +99,11 @@ def spectrum(measure: MeasureResult, name: str, values: Array) -> Plot:
     positive = ordered[ordered > 0]
     shown = positive if len(positive) else ordered
     axes.plot(np.arange(1, len(shown) + 1), shown, color=REST, marker="o" if len(shown) < 60 else "", markersize=3.5, linewidth=1.4)
-    axes.set(xlabel="place, the largest first", ylabel=words_of(name), xscale="log" if len(shown) > 30 else "linear")
+    axes.set(xlabel="place, the largest first", ylabel=words_of(name))
+    if len(shown) > 30:
+        log_axis(axes, "x")
     if len(positive):
-        axes.set_yscale("log")
+        log_axis(axes, "y")
     total = float(ordered.sum())
     alt = f"{words_of(name)}: {count(len(ordered), 'value')}, the largest {number(ordered[0] if len(ordered) else None)}"
     if total > 0:
@@ -147,7 +163,7 @@ def trajectories(measure: MeasureResult, samples: pd.DataFrame) -> Plot:
         for place, line in enumerate(lines):
             axes.plot(steps, line, color=REVIEW, linewidth=1, alpha=0.8, marker="o", markersize=2.5, label="" if place else "first ranks")
         if (low > 0).all() and (values[np.isfinite(values)] > 0).all():
-            axes.set_yscale("log")
+            log_axis(axes, "y")
         ticks = steps[:: -(-len(steps) // MAX_TICKS)]
         axes.set_xticks(ticks, [str(each + 1) for each in ticks])
         axes.set(xlabel="checkpoint, in the order of training", ylabel=words)
@@ -169,7 +185,7 @@ def _histogram(axes: Axes, values: Array, listed: Array, words: str) -> str:
     low, high = float(values.min()), float(values.max())
     if low > 0 and high / low > 100 and np.median(values) < high / 4:
         bins = log_bins(values, 40)
-        axes.set_xscale("log")
+        log_axis(axes, "x")
         axes.xaxis.label.set_text(f"{shorten(words, 60)} (log scale)")
     else:
         bins = np.linspace(low, high if high > low else low + max(abs(low), 1) * 1e-3, min(40, 10 + len(values) // 4) + 1)
@@ -178,6 +194,7 @@ def _histogram(axes: Axes, values: Array, listed: Array, words: str) -> str:
     axes.stairs(counts, bins, fill=True, color=REST)
     axes.stairs(counts, bins, baseline=counts - marked, fill=True, color=REVIEW)
     axes.set_ylim(bottom=0)
+    count_axis(axes)
     return f"{words}: from {number(low)} to {number(high)}, median {number(float(np.median(values)))}"
 
 

@@ -35,7 +35,7 @@ def picture_uri(sample: TopSample, side: int) -> str | None:
 
 def plot_uri(plot: Plot) -> str:
     """A figure, closed as an image: nothing inside it reaches the page."""
-    return data_uri("image/svg+xml", plot.adaptive_svg()) if plot.vector else data_uri("image/png", plot.png(dpi=130))
+    return data_uri("image/svg+xml", plot.adaptive_svg()) if plot.vector else data_uri("image/png", plot.png(dpi=130, titled=False))
 
 
 def excerpt(text: str | None) -> str | None:

@@ -11,13 +11,15 @@ from matplotlib.figure import Figure
 
 from psgrad.reports.drawing import (
     DARK,
-    INK,
     REST,
     REVIEW,
     WIDTH_IN,
     Array,
     Plot,
+    count_axis,
     figure_with_axes,
+    legend_above,
+    log_axis,
     log_bins,
     name_rows,
     rows_height,
@@ -26,7 +28,8 @@ from psgrad.reports.drawing import (
 )
 from psgrad.reports.pictures import to_rgb
 from psgrad.reports.scatter import NORM_AXIS, drawable, loss_against_norm
-from psgrad.reports.words import count, identifier, label, number, shorten
+from psgrad.reports.sheets import line_height, place_picture, place_words, sheet
+from psgrad.reports.words import common_prefix, count, identifier, label, number, parameter_names, prefix_note, shorten_middle
 from psgrad.results import AnalyzeResult, TopSample, has_classes, top_samples
 
 MAX_GROUPS = 30  # classes or parameters in one figure: more can't be read
@@ -62,14 +65,17 @@ def norm_histogram(samples: pd.DataFrame) -> Plot:
     else:
         bins = log_bins(norm, 60)
         counts, reviewed = (np.histogram(values, bins)[0] for values in (norm, norm[review]))
-        axes.bar(bins[:-1], counts - reviewed, np.diff(bins), align="edge", color=REST, label="other samples")
-        axes.bar(bins[:-1], reviewed, np.diff(bins), bottom=counts - reviewed, align="edge", color=REVIEW, label="review list")
-        axes.set_xscale("log")
+        # One outline each, as a bar a bin takes ten times as long.
+        axes.stairs(counts - reviewed, bins, fill=True, color=REST, label="other samples")
+        axes.stairs(counts, bins, baseline=counts - reviewed, fill=True, color=REVIEW, label="review list")
+        log_axis(axes, "x")
         axes.set_xlim(bins[0], bins[-1])
         axes.set(xlabel=NORM_AXIS, ylabel="samples per bin")
         begins = bool(review.any() and not review.all() and norm[review].min() >= norm[~review].max())
         _mark_review(axes, norm[review], begins)
-        axes.legend(frameon=False, loc="upper left", labelcolor=INK)
+        axes.set_ylim(bottom=0)
+        count_axis(axes)
+        legend_above(axes)
         caption += f"Orange: the review list ({count(int(review.sum()))})"
         caption += ", which begins at the dashed line" if begins else ""
         caption += "; the ticks below are its samples. " if 0 < review.sum() <= MAX_MARKS else ". "
@@ -136,11 +142,13 @@ def norms_per_layer(parameters: pd.DataFrame) -> Plot:
         floor = float(drawn.to_numpy()[drawn.to_numpy() > 0].min())
         axes.hlines(drawn.index, drawn["q05"].clip(lower=floor), drawn["q95"], color=REST, linewidth=2.5, alpha=0.55)
         axes.scatter(drawn["median"].clip(lower=floor), drawn.index, s=26, color=REST, zorder=3)
-        axes.set_xscale("log")
+        log_axis(axes, "x")
     else:
         say_empty(axes)
     shares.barh(np.arange(len(shown)), 100 * shown["share"].fillna(0), height=0.6, color=REST)
-    name_rows(axes, [shorten(str(name), 44) for name in shown["parameter"]])
+    prefix = common_prefix(list(map(str, parameters["parameter"])))
+    name_rows(axes, parameter_names(list(map(str, shown["parameter"])), 44, prefix))
+    caption += f"{prefix_note(prefix)}. " if prefix else ""
     axes.set(xlabel="gradient norm of the parameter (log scale)")
     shares.set(xlabel="share (%)")
     shares.tick_params(labelleft=False)
@@ -148,7 +156,7 @@ def norms_per_layer(parameters: pd.DataFrame) -> Plot:
     alt = f"Spread of the gradient norms of {len(parameters):,} parameters, and the share of each."
     if parameters["share"].notna().any():
         most = parameters.nlargest(1, "share").iloc[0]
-        alt += f" The largest share, {most['share']:.1%}, is that of {shorten(str(most['parameter']), 60)}."
+        alt += f" The largest share, {most['share']:.1%}, is that of {shorten_middle(str(most['parameter']), 100)}."
     return Plot("norms_per_layer", "Gradient norms per layer", caption, figure, alt=alt)
 
 
@@ -156,15 +164,16 @@ def top_sheet(samples: pd.DataFrame, inputs: list[TopSample], class_names: list[
     """The pictures of the top samples, largest norm first, each with its label, the model's prediction, loss and norm."""
     rows = {row["id"]: row for row in top_samples(samples, len(inputs)).to_dict("records")}
     shown = [sample for sample in inputs if sample.image is not None][:MAX_PICTURES]
-    columns = min(6, len(shown))
-    lines = -(-len(shown) // columns)
-    figure = Figure(figsize=(WIDTH_IN, 1.95 * lines * 6 / max(columns, 4)), layout="constrained")
-    for axes, sample in zip(figure.subplots(lines, columns, squeeze=False).flat, shown, strict=False):
+    columns = min(6, max(len(shown), 4))
+    cell = WIDTH_IN / columns
+    words = [_sheet_words(sample, rows.get(sample.id), class_names) for sample in shown]
+    side, caption_height = cell - 0.14, max(map(len, words)) * line_height(7.5)
+    figure, axes = sheet(-(-len(shown) // columns) * (side + caption_height + 0.16))
+    for place, (sample, lines) in enumerate(zip(shown, words, strict=True)):
         assert sample.image is not None
-        axes.imshow(to_rgb(sample.image), interpolation="nearest")
-        axes.set_title(_sheet_words(sample, rows.get(sample.id), class_names), fontsize=7.5, color=INK, parse_math=False)
-    for axes in figure.axes:
-        axes.axis("off")
+        left, top = place % columns * cell, place // columns * (side + caption_height + 0.16)
+        place_words(axes, lines, left + 0.04, top, cell - 0.08)
+        place_picture(axes, to_rgb(sample.image), left + 0.07, top + caption_height + 0.06, side)
     caption = f"The {len(shown)} samples with the largest gradient norms that are pictures. " + PICTURE_NOTE
     return Plot("top_sheet", "The top samples", caption, figure, vector=False, alt=caption)
 
@@ -172,11 +181,11 @@ def top_sheet(samples: pd.DataFrame, inputs: list[TopSample], class_names: list[
 PICTURE_NOTE = "Pixel values outside 0..1 (or bytes) are scaled picture by picture; pixels that are not finite are magenta."
 
 
-def _sheet_words(sample: TopSample, row: dict[Any, Any] | None, class_names: list[str] | None) -> str:
+def _sheet_words(sample: TopSample, row: dict[Any, Any] | None, class_names: list[str] | None) -> list[str]:
     if row is None:
-        return shorten(identifier(sample.id), 24)
-    truth, guess = (shorten(label(row.get(column), class_names), 12) for column in ("target", "prediction"))
-    return f"{shorten(identifier(sample.id), 24)}\nlabel {truth}, model {guess}\nnorm {number(row['grad_norm'])}"
+        return [identifier(sample.id)]
+    truth, guess = (label(row.get(column), class_names) for column in ("target", "prediction"))
+    return [identifier(sample.id), f"label {truth}", f"model {guess}", f"norm {number(row['grad_norm'])}"]
 
 
 def _range_words(values: Array) -> str:
@@ -203,4 +212,4 @@ def _draw_spread(
     axes.hlines(rows, low, high, color=REST, linewidth=1.4, alpha=0.7)
     axes.barh(rows, box[1] - box[0], left=box[0], height=0.5, color=REST, alpha=0.55)
     axes.vlines(middle, rows - 0.32, rows + 0.32, color=DARK, linewidth=2)
-    axes.set_xscale("log")
+    log_axis(axes, "x")

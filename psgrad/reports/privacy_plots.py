@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -11,7 +11,21 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from psgrad.reports.drawing import DARK, INK, QUIET, REST, REVIEW, Array, Plot, figure_with_axes, log_bins, say_empty
+from psgrad.reports.drawing import (
+    DARK,
+    INK,
+    QUIET,
+    REST,
+    REVIEW,
+    Array,
+    Plot,
+    count_axis,
+    figure_with_axes,
+    legend_above,
+    log_axis,
+    log_bins,
+    say_empty,
+)
 from psgrad.reports.privacy import compact, epsilon, sampling_words
 from psgrad.reports.words import count, number
 from psgrad.results import DPPlanResult, DPStepResult, NoisePlan
@@ -19,6 +33,10 @@ from psgrad.results import DPPlanResult, DPStepResult, NoisePlan
 STEPS_AXIS = "steps"
 # Dark to light for the multipliers around the configured one: an order that greys and every kind of colour vision keep.
 SHADES = ("#12263d", "#2a4f7a", "#5b7fa6", "#8aa6c4", "#b3c5d8")
+
+FAINT = "#b9c3ce"  # the looser bound
+_FAINTLY: dict[str, Any] = {"linewidth": 0.8, "alpha": 0.5, "linestyle": (0, (4, 2)), "zorder": 2}
+_ABOVE_LEGEND = 44  # points between axes and title, for up to three lines of a legend
 
 _SHORT_RELATIONS = {"add_or_remove_one": "add or remove one", "replace_one": "replace one", "zero_out": "zero out one"}
 
@@ -45,30 +63,32 @@ def write_plots(result: DPStepResult, public: Callable[[str, bytes], None], priv
 
 
 def epsilon_against_steps(result: DPStepResult) -> Plot:
-    """What all planned steps cost, and how far the run has come."""
+    """What all planned steps cost, and how far the run has come: strong by the accountant that counts, faint by the looser one."""
     step = result.step
     figure, axes = figure_with_axes(3.6)
-    steps, spent = _curve(result.curve)
-    caption = f"Epsilon after so many steps, an upper bound, by {result.curve_accountant}. "
-    if not len(steps):
+    curves = _curves(result.curve, result.curve_pld, result.curve_accountant)
+    caption = f"Epsilon after so many steps, an upper bound. {_accountants_words(curves)}"
+    if not curves:
         say_empty(axes, "no finite epsilon to draw")
     else:
-        if step["steps"] < step["planned_steps"]:
-            axes.plot(steps, spent, color=REST, linewidth=1.6, linestyle=(0, (4, 2)), label=f"planned ({result.curve_accountant})")
-        now = step.get(f"epsilon_{result.curve_accountant.lower()}")
+        counts = next(iter(curves))
+        for name, (steps, spent) in curves.items():
+            strong, unfinished = name == counts, step["steps"] < step["planned_steps"]
+            if unfinished or not strong:
+                axes.plot(steps, spent, **_line(strong, planned=unfinished), label=f"{'planned' if unfinished else 'all steps'} ({name})")
+        steps, spent = curves[counts]
+        now = step.get(f"epsilon_{counts.lower()}")
         before = [point for point in zip(steps, spent, strict=True) if point[0] < step["steps"]]
         taken = before if now is None or not math.isfinite(now) else [*before, (step["steps"], now)]
-        axes.plot(*_curve(taken), color=DARK, linewidth=2.4, label=f"taken ({result.curve_accountant})")
-        ends = [("epsilon_pld", "D", "PLD"), ("epsilon_rdp", "o", "RDP")]
-        for key, marker, name in ends:
-            if step.get(key) is not None and math.isfinite(step[key]):
+        axes.plot(*_curve(taken), color=DARK, linewidth=2.6, label=f"taken ({counts})", zorder=3)
+        for key, marker, name in (("epsilon_pld", "D", "PLD"), ("epsilon_rdp", "o", "RDP")):
+            if _is_number(step.get(key)):
                 words = f"after {count(step['steps'], 'step')}: {epsilon(step[key])} ({name})"
-                axes.plot(
-                    [step["steps"]], [step[key]], marker, color=REVIEW if name == "PLD" else DARK, markersize=6, label=words, zorder=4
-                )
+                look = {"color": REVIEW, "markersize": 7} if name == counts else {"color": FAINT, "markersize": 5}
+                axes.plot([step["steps"]], [step[key]], marker, label=words, zorder=4, **look)
         _draw_target(axes, step.get("target_epsilon"))
         _finish(axes, step)
-    axes.set_title(_setting_words(step), fontsize=9, color=INK, loc="left")
+    axes.set_title(_setting_words(step), fontsize=9, color=INK, loc="left", pad=_ABOVE_LEGEND)
     return Plot("epsilon", "Epsilon against steps", caption, figure)
 
 
@@ -78,28 +98,37 @@ def epsilon_by_multiplier(result: DPPlanResult) -> Plot:
     figure, axes = figure_with_axes(4.2)
     others = iter(SHADES * (1 + len(result.rows) // len(SHADES)))
     drawn: list[tuple[NoisePlan, str]] = []
+    names: list[str] = []
     for row in result.rows:
-        steps, spent = _curve(row.curve)
+        curves = _curves(row.curve, row.curve_pld, result.curve_accountant)
         colour = REVIEW if row.configured else next(others)
-        if len(steps):
-            axes.plot(steps, spent, color=colour, linewidth=2.4 if row.configured else 1.6, zorder=3 if row.configured else 2)
+        for place, (name, (steps, spent)) in enumerate(curves.items()):
+            width = 2.6 if row.configured else 1.8
+            look = (
+                {"linewidth": width, "zorder": 3} if not place else {"linewidth": 0.8, "alpha": 0.5, "linestyle": (0, (4, 2)), "zorder": 2}
+            )
+            axes.plot(steps, spent, color=colour, **look)
+            names = names if name in names else [*names, name]
+        if curves:
             drawn.append((row, colour))
             if _is_number(row.epsilon_pld):
                 axes.plot([setting["planned_steps"]], [row.epsilon_pld], "D", color=colour, markersize=6, clip_on=False, zorder=4)
     if not drawn:
         say_empty(axes, "no finite epsilon to draw")
     else:
-        axes.set_yscale("log")
+        log_axis(axes, "y")
         _name_ends(axes, drawn)
-        axes.plot([], [], color=DARK, label=f"after so many steps ({result.curve_accountant})")
+        for place, name in enumerate(names):
+            look = _FAINTLY if place else {"linewidth": 1.8}
+            axes.plot([], [], color=DARK, label=f"after so many steps ({name})", **look)
         if any(_is_number(row.epsilon_pld) for row, _ in drawn):
             axes.plot([], [], "D", color=DARK, markersize=6, label="after all of them (PLD)")
         _draw_target(axes, setting.get("target_epsilon"))
         _finish(axes, setting)
         _plain_log_ticks(axes)
-    axes.set_title(_setting_words(setting), fontsize=9, color=INK, loc="left")
+    axes.set_title(_setting_words(setting), fontsize=9, color=INK, loc="left", pad=_ABOVE_LEGEND)
     caption = (
-        f"Epsilon after so many steps by {result.curve_accountant}, one line a noise multiplier; orange: the configured one. "
+        f"Epsilon after so many steps, one line a noise multiplier; orange: the configured one. {_accountants_words(names)}"
         "Beside each its multiplier and the smaller bound on the epsilon of all steps. "
     )
     return Plot("epsilon_plan", "Epsilon against steps, by noise multiplier", caption, figure)
@@ -118,13 +147,14 @@ def norms_before_clipping(result: DPStepResult) -> Plot:
     else:
         bins = log_bins(drawn, 50)
         axes.hist(drawn, bins=list(bins), color=REST)
-        axes.set_xscale("log")
+        log_axis(axes, "x")
+        count_axis(axes)
         axes.set(xlabel="norm of a record's gradient before clipping (L2, log scale)", ylabel="records per bin")
         if result.bound is not None:
             above = float((drawn > result.bound).mean())
             words = f"bound {number(result.bound)}; {above:.0%} above"
             axes.axvline(result.bound, color=REVIEW, linewidth=1.6, linestyle=(0, (4, 3)), label=words)
-            axes.legend(frameon=False, labelcolor=INK, loc="upper left")
+            legend_above(axes)
     missing = len(norms) - len(drawn)
     caption = f"The norms of {count(len(drawn), 'record')} of the latest steps. " + (f"{missing:,} zero or not finite. " if missing else "")
     return _marked(Plot("norms", "Gradient norms before clipping", caption, figure))
@@ -157,6 +187,27 @@ def _curve(points: Sequence[tuple[int, float]]) -> tuple[Array, Array]:
     return np.array(steps, dtype=float), np.array(values, dtype=float)
 
 
+def _curves(curve: Sequence[tuple[int, float]], pld: Sequence[tuple[int, float]], accountant: str) -> dict[str, tuple[Array, Array]]:
+    """Accountant -> its curve, as far as it is finite. The first one counts: PLD, the smaller bound, where it has an answer."""
+    found = {"PLD": _curve(pld), **({} if accountant == "PLD" and pld else {accountant: _curve(curve)})}
+    return {name: points for name, points in found.items() if len(points[0])}
+
+
+def _accountants_words(names: Iterable[str]) -> str:
+    """Which line is whose."""
+    counts, *others = [*names, ""]
+    if not counts:
+        return ""
+    loose = f", the smaller bound, which counts. Faint: by {others[0]}, which is always larger" if others and others[0] else ""
+    return f"Strong: by {counts}{loose}. "
+
+
+def _line(strong: bool, planned: bool) -> dict[str, Any]:
+    """How a curve is drawn."""
+    dashes = {"linestyle": (0, (4, 2))} if planned else {}
+    return {"color": REST, "linewidth": 1.8, **dashes} if strong else {"color": FAINT, "linewidth": 1.0, "linestyle": (0, (4, 2))}
+
+
 def _setting_words(step: dict[str, Any]) -> str:
     relation = _SHORT_RELATIONS[step["relation"]]
     return f"delta {compact(step['delta'])}, {relation} ({step['unit']}), {sampling_words(step)}"
@@ -171,7 +222,7 @@ def _finish(axes: Axes, step: dict[str, Any]) -> None:
     axes.set(xlabel=STEPS_AXIS, ylabel=f"epsilon at delta {compact(step['delta'])} (upper bound)")
     if axes.get_yscale() == "linear":
         axes.set_ylim(bottom=0)
-    axes.legend(frameon=False, loc="lower right", labelcolor=INK, fontsize=9)
+    legend_above(axes, columns=3)
 
 
 def _is_number(value: float | None) -> TypeGuard[float]:
@@ -217,7 +268,7 @@ def _draw_by_step(axes: Axes, result: DPStepResult, column: str, scale: float = 
     if many:
         middle = values.rolling(max(5, len(rows) // 20), center=True, min_periods=3).median()
         axes.plot(rows["step"], middle, color=DARK, linewidth=1.8, label="running median")
-        axes.legend(frameon=False, labelcolor=INK, fontsize=9)
+        legend_above(axes)
     axes.set(xlabel="step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return True

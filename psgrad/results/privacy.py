@@ -65,7 +65,8 @@ class DPStepResult:
     """What `psgrad dp-step` did.
 
     Public: `step`, the content of public/step.json (STEP_KEYS); `curve`, epsilon after so many steps, as (steps, epsilon), for all
-    planned steps, by the accountant `curve_accountant` ("RDP" or "PLD"); `notes`, lines for people that tell nothing of the data.
+    planned steps, by the accountant `curve_accountant` ("RDP" or "PLD"); `curve_pld`, the same by PLD at a few places, empty where it
+    has no answer; `notes`, lines for people that tell nothing of the data.
 
     NOT PRIVATE: `steps`, one row a step of this run (STEP_COLUMNS: `batch_size` the records drawn, `clip_fraction` the share of them
     whose norm was above its bound, `nonfinite` the records left out); `norms` [n], the gradient norms of the records of the latest
@@ -87,13 +88,14 @@ class DPStepResult:
     bound: float | None = None
     curve_accountant: str = "RDP"
     notes: list[str] = field(default_factory=list)
+    curve_pld: list[tuple[int, float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class NoisePlan:
     """What one noise multiplier would cost over all planned steps; None where an accountant has no answer.
 
-    `noise_std` is the standard deviation on the sum, of the first step.
+    `noise_std` is the standard deviation on the sum, of the first step. `curve_pld` is as in DPStepResult.
     `configured` marks the one that the config asks for, or that its target epsilon leads to.
     """
 
@@ -103,6 +105,7 @@ class NoisePlan:
     epsilon_pld: float | None
     curve: list[tuple[int, float]]
     configured: bool = False
+    curve_pld: list[tuple[int, float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

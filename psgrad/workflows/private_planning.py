@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from psgrad.config import Config, PrivacyConfig
-from psgrad.engine.privacy.accounting import curve_accountant, epsilon_curve, epsilon_pld, epsilon_rdp
+from psgrad.engine.privacy.accounting import curve_accountant, epsilon_curve, epsilon_pld, epsilon_rdp, pld_curve
 from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.step import sharing_with_count
 from psgrad.reports.privacy_plots import epsilon_by_multiplier
@@ -75,6 +75,7 @@ def noise_plan(privacy: PrivacyConfig, base: float, *, configured: bool) -> Nois
         epsilon_rdp=epsilon_rdp(events, privacy.delta).value,
         epsilon_pld=epsilon_pld(events, privacy.delta).value,
         curve=epsilon_curve(events, privacy.delta, curve_points(privacy.steps)),
+        curve_pld=pld_curve(events, privacy.delta),
         configured=configured,
     )
 

@@ -16,7 +16,7 @@ from safetensors.torch import save
 from torch import nn
 
 from psgrad.config import Config, PrivacyConfig
-from psgrad.engine.privacy.accounting import StepEvent, curve_accountant, epsilon_curve, epsilon_rdp, event_of, merged
+from psgrad.engine.privacy.accounting import StepEvent, curve_accountant, epsilon_curve, epsilon_rdp, event_of, merged, pld_curve
 from psgrad.engine.privacy.adaptive import AdaptiveBound
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.optimizers import make_optimizer
@@ -210,6 +210,8 @@ class Run:
         self.setup, self.folder, self.ledger, self.training, self.lost = setup, folder, ledger, training, lost
         self.statement = Statement(setup, base, training.generator)
         self._spent = merged((event_of(line), 1) for line in ledger.steps)
+        self._earlier = folder.private_table(_STEPS)  # of the processes before this one
+        self._lost_table = self._earlier is None and (folder.path / PRIVATE / f"{PREFIX}{_STEPS}").exists()
         self._rows: list[dict[str, Any]] = []
         self._norms: deque[np.ndarray] = deque()
         self._latest: dict[str, torch.Tensor] = {}  # the last step's noisy sum
@@ -230,10 +232,12 @@ class Run:
                     self._latest, self._clipping = noisy.sums, noisy.clipping
                     if self._due():
                         self.save()
+                        self._write_private()
                 spent = epsilon_rdp(self._spent.items(), delta).value
                 progress(Progress(self.training.taken, first + steps, "steps", unit="step", detail=live_words(spent, delta)))
         except KeyboardInterrupt:
             self.save()
+            self._write_private()
             self.folder.write_public_bytes(MODEL, model_bytes(self.setup.run.model))
             raise
 
@@ -272,10 +276,11 @@ class Run:
             norms=np.concatenate([*self._norms, np.empty(0)]),
             bound=groups[0].bound if len(groups) == 1 else None,
             curve_accountant=accountant,
+            curve_pld=pld_curve(self.statement.planned, self.setup.privacy.delta),
             notes=[*self._notes(), *(f"{key}: {note}" for key, note in step["accounting_notes"].items())],
         )
-        self._write_private(result)
-        write_plots(result, self.folder.write_public_bytes, self.folder.write_private_bytes)
+        steps = self._write_private()
+        write_plots(replace(result, steps=steps), self.folder.write_public_bytes, self.folder.write_private_bytes)
         return result
 
     def _due(self) -> bool:
@@ -306,17 +311,18 @@ class Run:
         while len(self._norms) > 1 and sum(map(len, self._norms)) - len(self._norms[0]) >= _NORMS:
             self._norms.popleft()
 
-    def _write_private(self, result: DPStepResult) -> None:
-        """The table of all steps, those of earlier processes included."""
-        earlier, steps = self.folder.private_table(_STEPS), result.steps
-        if earlier is not None:
-            steps = pd.concat([earlier, steps], ignore_index=True)
-        elif (self.folder.path / PRIVATE / f"{PREFIX}{_STEPS}").exists():
-            result.notes.append(f"{PRIVATE}/{PREFIX}{_STEPS} could not be read: the steps of earlier processes are missing in the new one")
+    def _write_private(self) -> pd.DataFrame:
+        """Write the table of all steps, those of earlier processes included, and return it."""
+        steps = pd.DataFrame(self._rows, columns=list(STEP_COLUMNS))
+        if self._earlier is not None:
+            steps = pd.concat([self._earlier, steps], ignore_index=True) if len(steps) else self._earlier
         self.folder.write_private_table(_STEPS, steps)
+        return steps
 
     def _notes(self) -> list[str]:
         notes = []
+        if self._lost_table:
+            notes.append(f"{PRIVATE}/{PREFIX}{_STEPS} could not be read: the steps of earlier processes are missing in the new one")
         if self.lost:
             notes.append(
                 f"{self.lost} steps of an earlier process were paid for and lost, as it ended before it could save what came of them"
