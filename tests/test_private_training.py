@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from scipy import stats
 
 from psgrad.engine.privacy.accounting import Epsilon
+from psgrad.engine.privacy.clipping import MARGIN
 from psgrad.engine.privacy.rounding import residual_epsilon
 from psgrad.results import STEP_COLUMNS, STEP_KEYS
 from psgrad.workflows.private_statement import Statement
@@ -59,7 +60,7 @@ def clipped_sum(private: PrivateWorkplace, rows: list[int], bound: float) -> dic
     inputs, target = torch.from_numpy(arrays["x"]).double(), torch.from_numpy(arrays["y"])
     gradients = one_sample_gradients(model, F.cross_entropy, (inputs[rows],), target[rows])
     norms = torch.cat([g.flatten(1) for g in gradients.values()], 1).norm(dim=1)
-    factors = (bound / norms).clamp(max=1)
+    factors = (bound * (1 - MARGIN) / norms).clamp(max=1)
     return {name: torch.einsum("n,n...->...", factors, g) for name, g in gradients.items()}
 
 
@@ -185,7 +186,7 @@ def test_all_rows_of_a_user_are_one_record(private: PrivateWorkplace) -> None:
         mean = {name: value[user::5].mean(0) for name, value in rows.items()}
         norm = torch.cat([value.flatten() for value in mean.values()]).norm()
         for name, value in mean.items():
-            expected[name] += value * min(1.0, 0.5 / float(norm))
+            expected[name] += value * min(1.0, 0.5 * (1 - MARGIN) / float(norm))
     before = private.workplace.model.state_dict()
     for name, after in private.weights().items():
         torch.testing.assert_close(after, before[name].double() - expected[name] / 5, rtol=1e-6, atol=1e-9)
@@ -221,7 +222,7 @@ def test_low_rank_adapters_are_trained_on_a_frozen_model(private: PrivateWorkpla
     base, a = torch.arange(12.0).reshape(3, 4).double() / 12, torch.arange(8.0).reshape(2, 4).double() / 8
     # B is zero, so that A has no gradient, and B's is (softmax - one-hot) (A x)^T.
     gradients = torch.einsum("no,nr->nor", (x @ base.T).softmax(1) - F.one_hot(y, 3), x @ a.T)
-    clipped = gradients * (0.5 / gradients.flatten(1).norm(dim=1)).clamp(max=1)[:, None, None]
+    clipped = gradients * (0.5 * (1 - MARGIN) / gradients.flatten(1).norm(dim=1)).clamp(max=1)[:, None, None]
     after = private.weights()
     torch.testing.assert_close(after["lora_b"], -clipped.sum(0) / 24, rtol=1e-6, atol=1e-9)
     assert torch.equal(after["base.weight"], (torch.arange(12.0).reshape(3, 4) / 12).double())

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from psgrad.engine.gradients.streaming import Stream
 from psgrad.engine.objective import Objective
 from psgrad.engine.privacy import record_streams
-from psgrad.engine.privacy.clipping import Clipping
+from psgrad.engine.privacy.clipping import MARGIN, Clipping
 from psgrad.engine.privacy.record_streams import RecordStreams
 from psgrad.engine.privacy.records import RecordReader, Records
 from tests.engine.privacy.test_records import rows_gradients, taking, whole
@@ -55,7 +55,7 @@ class Data:
     def clipped(self, drawn: list[int], bound: float) -> tuple[Tensor, Tensor]:
         """(the clipped sum, the norms) of users in this order, one row after another."""
         users = torch.stack([whole(self.rows)[self.records.rows_of(record)].mean(0) for record in drawn])
-        return ((bound / users.norm(dim=1)).clamp(max=1)[:, None] * users).sum(0), users.norm(dim=1)
+        return ((bound * (1 - MARGIN) / users.norm(dim=1)).clamp(max=1)[:, None] * users).sum(0), users.norm(dim=1)
 
 
 @pytest.fixture(scope="module")

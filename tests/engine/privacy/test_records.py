@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from psgrad.engine.gradients.streaming import Stream
 from psgrad.engine.objective import Objective
-from psgrad.engine.privacy.clipping import Clipping
+from psgrad.engine.privacy.clipping import MARGIN, Clipping
 from psgrad.engine.privacy.records import RecordBatch, RecordReader, Records, record_loss
 from psgrad.engine.privacy.source import stream_source
 from psgrad.errors import DataError
@@ -298,7 +298,7 @@ def test_what_is_clipped_is_a_user(name: str, combine: str) -> None:
     users = torch.stack(
         [part.mean(0) if combine == "mean" else part.sum(0) for part in (whole(rows)[records.rows_of(r)] for r in reader.drawn)]
     )
-    clipped = (users * (0.3 / users.norm(dim=1)).clamp(max=1)[:, None]).sum(0)
+    clipped = (users * (0.3 * (1 - MARGIN) / users.norm(dim=1)).clamp(max=1)[:, None]).sum(0)
     summed = torch.cat([found.sums[name].flatten() for name in rows])
     assert (summed - clipped).norm() <= 1e-9 * clipped.norm()
     torch.testing.assert_close(found.records.norms, users.norm(dim=1), rtol=1e-9, atol=0)

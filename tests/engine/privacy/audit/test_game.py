@@ -57,7 +57,7 @@ def verdict(game: Game) -> Verdict:
         Game(PER_PARAMETER),
         Game(ON_A_GRID, mechanism="discrete_gaussian", canaries=1000),
         Game(FLAT, adaptive=AdaptiveBound(0.5, learning_rate=0.5, count_multiplier=2.0), steps=4),
-        Game(FLAT, multiplier=4.0, seed=2),
+        Game(FLAT, multiplier=4.0, seed=2),  # of seeds 0 to 5 it is found by half
     ],
     ids=["plain", "poisson", "replace", "fixed", "zero out", "truncated", "groups", "grid", "adaptive", "much noise"],
 )
