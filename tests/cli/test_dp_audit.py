@@ -15,9 +15,11 @@ import torch
 import yaml
 
 from psgrad.config import PrivacyConfig
+from psgrad.engine.privacy import records
 from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.generators import Generator, make_generator
 from psgrad.engine.privacy.noise import Noise
+from psgrad.engine.privacy.record_draws import RUN, StepDraws
 from psgrad.workflows import auditing, neighbours
 from tests.workplace import Outcome, Workplace
 
@@ -198,6 +200,40 @@ class Model(nn.Module):
     assert "NaN" not in outcome.out
 
 
+DRAWING = """\
+def Model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 60), nn.Tanh(), nn.Dropout(0.5), nn.Linear(60, 3))
+"""
+SHAKEN = """\
+import random
+import numpy as np
+import torch
+
+
+def shaken(x):
+    return x + torch.randn(4) * np.random.rand() * random.random()
+"""
+
+
+@pytest.fixture
+def drawing(private: Workplace) -> Workplace:
+    """A private run of a model with dropout, whose factory seeds PyTorch, on rows that are changed at random."""
+    private.use_model(DRAWING)
+    private.config["model"]["mode"] = "train"
+    (private.folder / "augment.py").write_text(SHAKEN)
+    private.config["privacy"]["augmentation"] = {"function": "augment.py:shaken", "copies": 2}
+    return private
+
+
+def test_audit_compares_neighbours_of_models_and_augmentations_that_draw(drawing: Workplace) -> None:
+    found = as_json(drawing, "--steps", "1")
+    assert (found["violations"], found["notes"]) == ([], [])
+    assert len(found["pairs"]) >= 6
+    assert all(pair["holds"] for pair in found["pairs"])
+    assert max(pair["ratio"] for pair in found["pairs"]) > 0.9
+
+
 # -- what is wrong ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -231,6 +267,19 @@ def test_a_ledger_that_tells_the_size_of_the_dataset_is_a_violation(private: Wor
     monkeypatch.setattr(neighbours, "ledger_header", lambda setup, base: {**plain(setup, base), "records": len(setup.records)})
     found = as_json(private)
     assert any("what is published differs in the ledger's records" in violation for violation in found["violations"])
+
+
+@pytest.mark.parametrize("planted", ["in the model", "in the augmentation"])
+def test_audit_finds_draws_that_go_by_the_place_in_the_batch(drawing: Workplace, monkeypatch: pytest.MonkeyPatch, planted: str) -> None:
+    if planted == "in the model":
+        monkeypatch.setattr(records, "by_record", lambda loss, now: lambda params, inputs, target: loss(params, inputs[:-1], target))
+    else:
+        plain = StepDraws.seed
+        monkeypatch.setattr(StepDraws, "seed", lambda self, label, number: plain(self, label, number) if number == RUN else None)
+    found = as_json(drawing, "--steps", "1")
+    broken = [pair for pair in found["pairs"] if not pair["holds"]]
+    assert max(pair["ratio"] for pair in broken) > 2
+    assert any(broken[0]["pair"] in violation for violation in found["violations"])
 
 
 # -- how many -----------------------------------------------------------------------------------------------------------------------------

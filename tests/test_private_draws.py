@@ -1,0 +1,103 @@
+"""`psgrad dp-step` with a model that draws at random: its draws are secret, and the same again for whoever sets an insecure seed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from psgrad.config import load_config
+from psgrad.engine.privacy.accounting import Epsilon
+from psgrad.engine.privacy.generators import make_generator
+from psgrad.engine.privacy.noise import Noise
+from psgrad.engine.privacy.record_streams import RecordStreams
+from psgrad.engine.privacy.step import private_sum
+from psgrad.workflows.private_setup import set_up_privately
+from tests.private_workplace import EXACT, PrivateWorkplace
+from tests.workplace import ROWS, Workplace
+
+# As our own examples do it: whoever reads the factory knows the state of PyTorch's generator when the first step begins.
+SEEDING = """\
+def Model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 40), nn.Tanh(), nn.Dropout(0.5), nn.Linear(40, 3))
+"""
+
+
+@pytest.fixture
+def private(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWorkplace:
+    monkeypatch.setattr("psgrad.workflows.private_training.write_plots", lambda result, public, private: None)
+    monkeypatch.setattr("psgrad.workflows.private_statement.epsilon_pld", lambda events, delta: Epsilon(None, "not asked for in this test"))
+    found = PrivateWorkplace(workplace)
+    workplace.use_model(SEEDING)
+    found.config["model"]["mode"] = "train"
+    found.config["engine"] |= {"chunk_size": 8}
+    return found
+
+
+def as_the_factory_leaves_it() -> None:
+    """PyTorch's generator."""
+    torch.manual_seed(0)
+    nn.Linear(4, 40), nn.Linear(40, 3)
+
+
+def test_a_member_is_not_told_by_who_knows_the_seed_of_the_factory(private: PrivateWorkplace) -> None:
+    """At noise 4, and a sum that one record moves by its bound, the best guess is right 55 times of 100."""
+    private.privacy.update(clipping={"norm": 0.1}, noise={"multiplier": 4.0, "seed": 1})
+    (private.folder / "config.yaml").write_text(yaml.safe_dump(private.config))
+    setup = set_up_privately(load_config(private.folder / "config.yaml"))
+    objective, run = setup.run.objective, setup.run
+
+    def as_read_in_the_code(records: np.ndarray) -> torch.Tensor:
+        """The clipped sum, if PyTorch's generator goes on where the factory left it."""
+        streams = RecordStreams(
+            setup.records,
+            run.reader.take,
+            objective.loss,
+            objective.params,
+            lambda loss, read: run.stream(lambda _: None, loss, read),
+            randomness="different",
+        )
+        as_the_factory_leaves_it()
+        sums = streams.source(records)(setup.clipping).sums
+        return torch.cat([sums[name].flatten() for name in objective.params])
+
+    worlds = {True: np.arange(ROWS), False: np.arange(1, ROWS)}
+    expected = {member: as_read_in_the_code(records) for member, records in worlds.items()}
+    generator, right = make_generator("aes", seed=1), 0
+    for trial in range(60):
+        member = trial % 2 == 0
+        as_the_factory_leaves_it()
+        noisy = private_sum(setup.source(worlds[member]), setup.clipping, Noise(4.0), "add_or_remove_one", generator)
+        seen = torch.cat([noisy.sums[name].flatten() for name in objective.params])
+        guess = (seen - expected[True]).norm() < (seen - expected[False]).norm()
+        right += bool(guess) == member
+    assert right <= 45  # 33 are to be expected, give or take 4
+
+
+def test_seeded_draws_are_the_same_in_another_run_and_after_a_resume(private: PrivateWorkplace) -> None:
+    """Without noise: what differs between runs is what the model draws."""
+    private.privacy.update(EXACT, noise={"multiplier": 0.0, "seed": 4})
+    private.succeeded("--insecure-deterministic", "--steps", "3")
+    whole = private.weights()
+    private.config["output"] = "parts"
+    private.succeeded("--insecure-deterministic", "--steps", "1")
+    first = private.weights()
+    private.succeeded("--insecure-deterministic", "--steps", "2", "--resume")
+    for name, value in private.weights().items():
+        assert torch.equal(value, whole[name])
+        assert not torch.equal(value, first[name])
+    private.config["output"], private.privacy["noise"]["seed"] = "another seed", 5
+    private.succeeded("--insecure-deterministic", "--steps", "3")
+    assert not torch.equal(private.weights()["0.weight"], whole["0.weight"])
+
+
+def test_secret_draws_differ_from_run_to_run(private: PrivateWorkplace) -> None:
+    private.privacy.update(EXACT)
+    private.succeeded()
+    first = private.weights()
+    private.config["output"] = "again"
+    private.succeeded()
+    assert not torch.equal(private.weights()["0.weight"], first["0.weight"])
