@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
@@ -106,19 +107,46 @@ class Loops:
         def jacobian(*args: Tensor) -> Any:
             given = [followed(args[i]) for i in places]
             outs, structure = tree_flatten(within(f, places, args)(*given))
-            return tree_unflatten([self._rows(out, given) for out in outs], structure)
+            return tree_unflatten([self._rows(outs, place, given) for place in range(len(outs))], structure)
 
         return jacobian
 
     jacfwd = jacrev
 
-    def _rows(self, out: Tensor, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def _rows(self, outs: Sequence[Tensor], place: int, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Cotangents of zero go into the other outputs, and may meet infinities, as they do in torch.func.jacrev."""
+        out, seeds = outs[place], [torch.zeros_like(x) for x in outs]
         units = torch.eye(out.numel(), dtype=out.dtype).reshape(-1, *out.shape)
-        rows = [pulled([out], given, [unit]) for unit in units]
+        rows = [pulled(outs, given, [*seeds[:place], unit, *seeds[place + 1 :]]) for unit in units]
         return tuple(torch.stack(column).reshape(*out.shape, *x.shape) for column, x in zip(zip(*rows, strict=True), given, strict=True))
 
     def attached(self) -> AbstractContextManager[None]:
         return torch.enable_grad()
+
+
+class ForwardLoops(Loops):
+    """The same, but with PyTorch's forward mode for JVPs, which the loop else takes from two passes back."""
+
+    def jvp(self, f: Function, places: Sequence[int], args: Sequence[Tensor], tangents: Sequence[Tensor]) -> Any:
+        with forward_ad.dual_level():
+            duals = [forward_ad.make_dual(args[i].clone(), t.clone()) for i, t in zip(places, tangents, strict=True)]
+            out = within(f, places, args)(*duals)
+            return tree_map(lambda x: _tangent(forward_ad.unpack_dual(x).tangent, x), out)
+
+    def jacfwd(self, f: Function, places: Sequence[int]) -> Function:
+        def jacobian(*args: Tensor) -> Any:
+            columns = []
+            for place in places:
+                units = torch.eye(args[place].numel(), dtype=args[place].dtype).reshape(-1, *args[place].shape)
+                pushed = [self.jvp(f, [place], args, [unit]) for unit in units]
+                columns.append([torch.stack(some, -1).reshape(*some[0].shape, *args[place].shape) for some in zip(*pushed, strict=True)])
+            return tuple(zip(*columns, strict=True))
+
+        return jacobian
+
+
+def _tangent(tangent: Tensor | None, value: Tensor) -> Tensor:
+    return torch.zeros_like(value) if tangent is None else tangent
 
 
 def followed(x: Tensor) -> Tensor:

@@ -12,6 +12,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.random_programs.written_out import WrittenOut
+
+FIRST_ORDER = {
+    "vmap",
+    "vmap(vmap)",
+    "grad",
+    "vmap(grad)",
+    "grad(vmap)",
+    "vmap(vjp)",
+    "vmap(jacrev)",
+    "jacrev(vmap)",
+    "autograd of vmap",
+    "autograd of vmap(vmap)",
+    "per sample",
+}
+"""Modes whose oracle takes no derivative of a derivative."""
+
 
 @dataclass(frozen=True)
 class Argument:
@@ -80,7 +97,8 @@ class Program:
         lines = [(compiled(s.plain if plain and s.plain is not None else s.text), s) for s in self.statements]
 
         def f(*args: Tensor) -> tuple[Tensor, ...]:
-            names: dict[str, Any] = {"torch": torch, "F": F} | {a.name: x for a, x in zip(self.arguments, args, strict=True)}
+            functional = WrittenOut() if plain and self.mode not in FIRST_ORDER else F
+            names: dict[str, Any] = {"torch": torch, "F": functional} | {a.name: x for a, x in zip(self.arguments, args, strict=True)}
             for code, statement in lines:
                 exec(code, names)
                 if after is not None:
@@ -99,10 +117,11 @@ class Program:
         yield f"# seed {self.seed}, {self.mode}, {self.samples} sample(s), {self.dtype}"
         yield "import torch, torch.nn.functional as F"
         for a in self.arguments:
-            cast = f".to({self.dtype})" if a.floating else ""
+            made = a.make.format(shape=self.full_shape(a))
+            made = f"({made}).to({self.dtype})" if a.floating else made
             notes = [f"in_dims {a.dim}, moved there from 0" if a.batched and a.dim else "in_dims 0" if a.batched else "in_dims None"]
             notes += ["differentiated"] if a.differentiated else []
-            yield f"torch.manual_seed({a.seed}); {a.name} = {a.make.format(shape=self.full_shape(a))}{cast}  # {', '.join(notes)}"
+            yield f"torch.manual_seed({a.seed}); {a.name} = {made}  # {', '.join(notes)}"
             yield from (edit.format(name=a.name) for edit in a.edits)
         yield f"def f({', '.join(a.name for a in self.arguments)}):"
         yield from (f"    {s.text}" + (f"  # the loop: {s.plain}" if s.plain is not None else "") for s in self.statements)

@@ -103,7 +103,7 @@ def _retake(term: Term, norms: torch.Tensor, samples: torch.Tensor) -> None:
 
 def _are_products(term: Term) -> torch.Tensor:
     """[n]: whether all factors are finite and not zero throughout, so that a norm of zero or infinity comes of multiplying them."""
-    factors = [f.flatten(1) for f in term.factors if f.dtype.is_floating_point and f[:1].numel()]
+    factors = [f.reshape(len(f), -1) for f in term.factors if f.dtype.is_floating_point and f[:1].numel()]
     if not factors:
         return torch.zeros(term.samples, dtype=torch.bool, device=term.device)
     largest = torch.stack([torch.linalg.vector_norm(f, math.inf, 1) for f in factors])

@@ -198,15 +198,18 @@ class BatchLevel(AdoptingLevel):
             args[0].value = reshaped.value
             return args[0]
         rule = batching_rule(op)
+        versions = [_version(args[position].value) for position in operator.mutated]
         if rule is not None:
             rule(self.batch, op, *args, **kwargs)
         elif operator.mutated == (0,):
-            aten.copy_.default(args[0], out_of_place(op, args, kwargs))
+            # The caller's autograd may keep the target for the operator's derivative: as it was before the write.
+            before = aten.clone.default(args[0]) if state.attached else args[0]
+            aten.copy_.default(args[0], out_of_place(op, (before, *args[1:]), kwargs))
         else:
             return decompose(op, args, kwargs)
-        for position in operator.mutated:
+        for position, version in zip(operator.mutated, versions, strict=True):
             written = args[position].value
-            if not isinstance(written, Tracer):
+            if version is not None and written._version == version:
                 torch._C._increment_version([written])  # below autograd, PyTorch does not count
         return args[operator.mutated[0]]
 
@@ -256,6 +259,11 @@ class BatchLevel(AdoptingLevel):
     def _draw_below(self, op: Op, *args: Any, **kwargs: Any) -> Any:
         """A random operator one floor down, where levels further out have their say in what is drawn."""
         return interpret(op, args, kwargs, below=self)
+
+
+def _version(physical: Any) -> int | None:
+    """How often PyTorch has counted a write to a plain tensor; None for a tracer, which has no memory."""
+    return None if isinstance(physical, Tracer) else physical._version
 
 
 class Batch:

@@ -16,7 +16,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 
 import torch
@@ -260,15 +260,25 @@ class Attached(TorchDispatchMode):
         written = written_for_autograd.get(op)
         if written is not None and torch.is_grad_enabled():
             tensors = list(tensors_in(args, kwargs))
-            if any(x.requires_grad for x in tensors) and all(x.numel() for x in tensors):  # there are tables that divide by sizes
+            if any(x.requires_grad for x in tensors) and (op not in divides_by_sizes or all(x.numel() for x in tensors)):
                 with Attached():
                     return written(*args, **kwargs)
-        with torch._C._ForceDispatchKeyGuard(*state.outside):
+        with _without_modes_of_ours(), torch._C._ForceDispatchKeyGuard(*state.outside):
             return op(*args, **kwargs)
+
+
+@contextmanager
+def _without_modes_of_ours() -> Iterator[None]:
+    """While PyTorch's autograd records an operator: the pieces that it takes it apart into must not be recorded a second time."""
+    with ExitStack() as exits:
+        while isinstance(_get_current_dispatch_mode(), (Interpreter, Attached)):
+            exits.enter_context(_pop_mode_temporarily())
+        yield
 
 
 # Operators that PyTorch's autograd must not see as they are, and how they are written for it (see recorded.py).
 written_for_autograd: dict[Op, Callable[..., Any]] = {}
+divides_by_sizes: set[Op] = set()  # those of them that are as they are where a tensor is empty
 
 
 @contextmanager
@@ -338,7 +348,7 @@ def handed_on(level: Level | None, op: Op, args: tuple[Any, ...], kwargs: dict[s
     """`interpret` for arguments whose highest level is known."""
     # PyTorch's autograd must know of a view from the start: a value that it follows may be written through the view later.
     if state.attached or (state.outside is not None and facts(op).is_view):
-        with Attached():
+        with nullcontext() if isinstance(_get_current_dispatch_mode(), Attached) else Attached():
             return _handed_on_with_care(level, op, args, kwargs, below)
     said = facts(op)
     if level is _DEAD or state.kept or said.is_random or said.contiguous:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._decomp import decomposition_table
 
-from psgrad.engine.transforms.interpreter import written_for_autograd
+from psgrad.engine.transforms.interpreter import divides_by_sizes, written_for_autograd
 from psgrad.engine.transforms.operators import aten
 
 for _op in (
@@ -24,9 +24,12 @@ for _op in (
     aten.native_group_norm_backward.default,
 ):
     written_for_autograd[_op] = decomposition_table[_op]
+    divides_by_sizes.add(_op)
 
 
-def _copy(x: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+def _copy(x: torch.Tensor, source: Any, non_blocking: bool = False) -> torch.Tensor:
+    if not isinstance(source, torch.Tensor):
+        return torch.full_like(x, source)
     return source.to(x).expand(x.shape).clone()
 
 

@@ -158,7 +158,7 @@ def _other(w: Writer) -> Line:
         f"F.prelu({x}, {slope}.reshape(1))",
         f"F.cosine_similarity({x}, {y}, dim={w.axis(x)})",
         f"F.pairwise_distance({x}, {y})",
-        f"torch._weight_norm({x}, {x}.norm(dim=0, keepdim=True) * {slope}, 0)" if len(w.shape(x)) > 1 else f"{x}.cross({y}, dim=0)",
+        f"torch._weight_norm({x}, torch.norm_except_dim({x}, 2, 0) * {slope}, 0)" if len(w.shape(x)) > 1 else f"{x}.cross({y}, dim=0)",
         f"F.pad({x}, (1, 2), value=0.5)",
         f"F.dropout({x}, 0.5, training=False)",
     ]

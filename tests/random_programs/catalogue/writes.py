@@ -20,7 +20,7 @@ OF_ANOTHER = """
 {x}.sub_({y}, alpha=2) | {x}[...] = {y} * {x} | {x}.copy_({y}.float()) | {x}.pow_({y}.abs().clamp(0, 2)) | {x}.clamp_(min={y}) | {x} -= {y}
 """
 ALONG = """
-{x}.cumsum_({d}) | {x}.cumprod_({d}) | {x}.index_fill_({d}, torch.tensor([0]), {n}) | {x}.index_fill_({d}, torch.tensor([0, -1]), {s})
+{x}.cumsum_({d}) | {x}.cumprod_({d}) | {x}.index_fill_({d}, torch.tensor([0]), {n}) | {x}.index_fill_({d}, torch.tensor([-1]), {n})
 {x}.index_add_({d}, {i}, {v}) | {x}.index_copy_({d}, {p}, {v}) | {x}.scatter_({d}, {k}, {n}) | {x}.scatter_add_({d}, {k}, {y}) | {x}.scatter_({d}, {q}, {y})
 {x}.scatter_reduce_({d}, {k}, {y}, 'sum') | {x}.scatter_reduce_({d}, {k}, {y}, 'amax') | {x}.scatter_reduce_({d}, {k}, {y}, 'mean', include_self=False)
 {x}.select({d}, 0).copy_({x}.select({d}, -1).clone()) | {x}.narrow({d}, 0, 1).mul_({x}.narrow({d}, 0, 1)) | {x}.index_add_({d}, {i}, {v}, alpha=0.5)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms.draws import drawing_by_label
+from psgrad.engine.transforms.interpreter import state
 from psgrad.engine.transforms.operators import is_random
 from psgrad.engine.transforms.rules.families import aten, sum_to
 from psgrad.engine.transforms.rules.registry import JointVJP, Op, define, replace
@@ -89,6 +90,8 @@ def _attention_batch(
     mask = _fold_mask(batch, attn_mask, query)
     out = op(*[batch.fold(t) for t in lifted], mask, dropout_p, is_causal, **kwargs)
     out = batch.unfold(out)
+    if state.attached:  # a kernel of four axes keeps its result for the caller's autograd, which one of fewer axes need not
+        out = out.clone()
     return out.reshape(batch.size, *query.shape[:-1], value.shape[-1]) if rank < 4 else out
 
 

@@ -191,8 +191,9 @@ define(aten.index_select_backward.default, batch=_index_select_backward_batch)
 def _index_fill(x: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> torch.Tensor:
     """By a mask: a place that the index names twice is filled once, and counts once in the value's cotangent."""
     dim = wrap_dim(dim, x.dim())
-    filled = torch.zeros(x.shape[dim] if x.dim() else 1, dtype=torch.bool, device=x.device)
-    filled = aten.scatter.value(filled, 0, index.reshape(-1), True)
+    size = x.shape[dim] if x.dim() else 1
+    filled = torch.zeros(size, dtype=torch.bool, device=x.device)
+    filled = aten.scatter.value(filled, 0, torch.where(index < 0, index + size, index).reshape(-1), True)
     return x.masked_fill(filled.reshape(-1, *(1,) * (x.dim() - dim - 1)) if x.dim() else filled.reshape(()), value)
 
 
