@@ -70,7 +70,7 @@ def with_monsters(setup: PrivateSetup) -> PrivateSetup:
     streams = RecordStreams(
         Records(order, np.cumsum(sizes) - sizes, sizes),
         take,
-        setup.run.objective.loss,
+        setup.loss,
         setup.run.objective.params,
         lambda loss, read: setup.run.stream(lambda _: None, loss, read),
         randomness=setup.run.randomness,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
 from psgrad.config import Config, PrivacyConfig
 from psgrad.engine.gradients.loading import placed
@@ -15,7 +15,9 @@ from psgrad.engine.privacy.adaptive import AdaptiveBound
 from psgrad.engine.privacy.clipping import Clipping, Group
 from psgrad.engine.privacy.discrete import default_grid
 from psgrad.engine.privacy.generators import make_generator
+from psgrad.engine.privacy.model_state import ModelState
 from psgrad.engine.privacy.noise import Noise
+from psgrad.engine.privacy.published import PublishedTensors
 from psgrad.engine.privacy.record_draws import RecordDraws
 from psgrad.engine.privacy.record_streams import RecordStreams
 from psgrad.engine.privacy.records import Records
@@ -25,17 +27,40 @@ from psgrad.engine.privacy.schedules import Schedule
 from psgrad.engine.privacy.source import GradientSource
 from psgrad.errors import ConfigError
 from psgrad.inputs.imports import resolve
-from psgrad.workflows.setup import Setup, set_up
+from psgrad.inputs.losses import Criterion
+from psgrad.workflows.setup import Loss, Setup, set_up
 
 # So many rows are run through the model to see whether it keeps them apart.
 _ROWS_LOOKED_AT = 4
+
+
+class Began:
+    """A model and its loss before any record was read: the state that each record is computed with, and the tensors that are published."""
+
+    def __init__(self, model: nn.Module, criterion: Criterion) -> None:
+        self.state = ModelState(model, criterion.function)
+        trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        self.published = PublishedTensors(model, trained)
+
+    def resume(self, restore: Callable[[], None]) -> None:
+        """Put the state back, read a checkpoint into it, and take that for what it was."""
+        self.state.restore()
+        restore()
+        self.state.renew()
+        self.published.renew()
+
+    def tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """(parameters and buffers, state dict), as they may be published. Raises ModelError where one that is not trained has changed."""
+        self.state.restore()
+        return self.published.checked()
 
 
 @dataclass(frozen=True)
 class PrivateSetup:
     """What a private run is made of, before anything was drawn.
 
-    `parameters` are those that are trained, by name. `adaptive` is where an adaptive bound starts, None for a bound that stays.
+    `parameters` are those that are trained, by name. `adaptive` is where an adaptive bound starts, None for a bound that stays. `began` is
+    the model before any record was read.
     """
 
     run: Setup
@@ -46,6 +71,7 @@ class PrivateSetup:
     clipping: Clipping
     adaptive: AdaptiveBound | None
     sampling: Sampling
+    began: Began
 
     def source(self, records: np.ndarray, step: int = 0) -> GradientSource:
         """The clipped sum of these records, chunk by chunk. One source at a time: the next one's records take the place of this one's.
@@ -58,6 +84,11 @@ class PrivateSetup:
         """Step number 0, 1, ... to its noise, for this base of the schedule."""
         schedule = schedule_of(self.privacy)
         return lambda step: Noise(schedule.multiplier(base, step), self.privacy.noise.mechanism)
+
+    @property
+    def loss(self) -> Loss:
+        """(loss, summary) of one row, with the model and the loss in the state of before any record was read."""
+        return self.began.state.holding(self.run.objective.loss)
 
     @property
     def trainable(self) -> dict[str, int]:
@@ -87,7 +118,10 @@ def set_up_privately(config: Config, say: Callable[[str], None] = lambda _: None
     """
     privacy = require_privacy(config)
     unit = privacy.unit
-    run = set_up(config, trainable=privacy.trainable, unit=None if unit is None else unit.column)
+    seen: list[Began] = []
+    column = None if unit is None else unit.column
+    run = set_up(config, trainable=privacy.trainable, unit=column, built=lambda *built: seen.append(Began(*built)))
+    began = seen[0]
     if unit is None or run.samples.units is None:
         records = Records.of_rows(len(run.samples))
     else:
@@ -103,7 +137,7 @@ def set_up_privately(config: Config, say: Callable[[str], None] = lambda _: None
     streams = RecordStreams(
         records,
         run.reader.take,
-        run.objective.loss,
+        began.state.holding(run.objective.loss),
         run.objective.params,
         lambda loss, read: run.stream(once, loss, read),
         randomness=run.randomness,
@@ -124,6 +158,7 @@ def set_up_privately(config: Config, say: Callable[[str], None] = lambda _: None
         clipping=clipping,
         adaptive=adaptive_of(privacy, clipping),
         sampling=sampling_of(privacy),
+        began=began,
     )
     refuse(setup)
     return setup

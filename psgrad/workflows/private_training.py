@@ -13,7 +13,6 @@ import numpy as np
 import pandas as pd
 import torch
 from safetensors.torch import save
-from torch import nn
 
 from psgrad.config import Config, PrivacyConfig
 from psgrad.engine.privacy.accounting import StepEvent, curve_accountant, epsilon_curve, epsilon_rdp, event_of, merged, pld_curve
@@ -98,7 +97,8 @@ def dp_step(
         require_same_data(folder, setup)
         snapshot = last_snapshot(folder, before)
         if snapshot is not None:
-            snapshot.restore(tensors_of(setup.run.model), optimizer, str(folder.checkpoint))
+            restore = snapshot.restore
+            setup.began.resume(lambda: restore(tensors_of(setup.run.model), optimizer, str(folder.checkpoint)))
     with opened_ledger(folder, before, header, snapshot) as ledger, recorded(folder, facts, clock):
         folder.remove_leftovers()
         training = PrivateTraining(
@@ -238,7 +238,7 @@ class Run:
         except KeyboardInterrupt:
             self.save()
             self._write_private()
-            self.folder.write_public_bytes(MODEL, model_bytes(self.setup.run.model))
+            self.folder.write_public_bytes(MODEL, self._model_bytes())
             raise
 
     def pay(self, event: StepEvent) -> None:
@@ -248,17 +248,17 @@ class Run:
 
     def save(self) -> None:
         """Say what was spent, then keep where the training stands: what is released is never ahead of what is said."""
-        training = self.training
+        training, (tensors, _) = self.training, self.setup.began.tensors()
         self.folder.write_public_json(STATEMENT, self.statement.step(self.ledger, final=False))
         bound = None if training.adaptive is None else training.adaptive.bound
         metadata = {"step": training.taken, "bound": bound, **self.ledger.mark()}
-        self.folder.write_checkpoint(Snapshot.take(tensors_of(self.setup.run.model), training.optimizer, metadata).to_bytes())
+        self.folder.write_checkpoint(Snapshot.take(tensors, training.optimizer, metadata).to_bytes())
         self._saved_at, self._saved_step = time.monotonic(), training.taken
 
     def finish(self) -> DPStepResult:
         """The last words: the final epsilon, the weights, the figures, and what is not private apart from them."""
         self.save()
-        model = model_bytes(self.setup.run.model)
+        model = self._model_bytes()
         step = self.statement.step(self.ledger, final=True, model_sha256=hashlib.sha256(model).hexdigest())
         self.folder.write_public_json(STATEMENT, step)
         self.folder.write_public_bytes(MODEL, model)
@@ -282,6 +282,11 @@ class Run:
         steps = self._write_private()
         write_plots(replace(result, steps=steps), self.folder.write_public_bytes, self.folder.write_private_bytes)
         return result
+
+    def _model_bytes(self) -> bytes:
+        """The whole state dict as safetensors; tensors that share memory are written once for each name."""
+        _, state = self.setup.began.tensors()
+        return save({name: value.detach().cpu().clone(memory_format=torch.contiguous_format) for name, value in state.items()})
 
     def _due(self) -> bool:
         privacy = self.setup.privacy
@@ -337,8 +342,3 @@ class Run:
                 "weights that training began with"
             )
         return notes
-
-
-def model_bytes(model: nn.Module) -> bytes:
-    """The whole state dict as safetensors; tensors that share memory are written once for each name."""
-    return save({name: value.detach().cpu().clone(memory_format=torch.contiguous_format) for name, value in model.state_dict().items()})

@@ -84,11 +84,16 @@ class Setup:
 
 
 def set_up(
-    config: Config, *, trainable: Sequence[str] | None = None, trainable_key: str = "privacy.trainable", unit: str | None = None
+    config: Config,
+    *,
+    trainable: Sequence[str] | None = None,
+    trainable_key: str = "privacy.trainable",
+    unit: str | None = None,
+    built: Callable[[nn.Module, Criterion], None] = lambda model, criterion: None,
 ) -> Setup:
     """Load all that a config names. Of the parameters only those that fit a pattern in `trainable` are trained; None for those that the
     factory left trainable; `trainable_key` is the config's name for them. `unit` is the column of the data that says whom each row
-    belongs to.
+    belongs to. `built` is called with the model and the loss before any row goes through them.
 
     Raises PsgradError for everything that can be wrong with the config, the model or the data.
     """
@@ -100,6 +105,7 @@ def set_up(
     criterion = resolve_loss(config.loss, config.base)
     samples = load_data(config.data, config.base, unit)
     model = loaded.model.to(device, dtype)
+    built(model, criterion)
     summary = summary_for(criterion.kind, criterion.ignore_index)
     objective = Objective(model, criterion.function, summary, autocast=autocast)
     first_output = partial(output_of_first_row, model, samples, device, dtype)

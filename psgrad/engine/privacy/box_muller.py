@@ -118,7 +118,7 @@ class _Buffers:
         radius *= -2.0
         np.sqrt(radius, out=radius)
         for pair in small:
-            radius[pair] = _far_radius(abs(int(self.for_radius[pair])), further_bits(pair))
+            radius[pair] = _far_radius(abs(int(self.for_radius[pair])), further_bits(int(pair)))
         np.copyto(angle, self.for_angle, casting="unsafe")
         angle *= self.turn
         for function, part in ((np.cos, out[: self.pairs]), (np.sin, out[self.pairs :])):
@@ -130,7 +130,7 @@ def _further_bits(write: Write, further: int, before: int, pair: int) -> int:
     """The _FURTHER_BITS bits that are set aside for a pair: of the stretch that begins at block `further`, behind `before` pairs'."""
     size = _FURTHER_BITS // 8
     raw = np.empty(size + _SLACK, dtype=np.uint8)
-    write(further + (before + int(pair)) * size // _CIPHER_BLOCK, size, raw)
+    write(further + (before + pair) * size // _CIPHER_BLOCK, size, raw)
     return int.from_bytes(raw[:size].tobytes(), "little")
 
 
