@@ -138,12 +138,12 @@ def evaluate_influence(
 
 
 def dp_step(
-    config: AnyConfig, *, steps: int = 1, resume: bool = False, overwrite: bool = False, progress: Say = lambda _: None
+    config: AnyConfig, *, steps: int = 1, resume: bool = False, overwrite: bool = False, moved: bool = False, progress: Say = lambda _: None
 ) -> DPStepResult:
-    """Take differentially private steps; `psgrad dp-step`."""
+    """Take differentially private steps; `psgrad dp-step`. `moved` says that a folder to be resumed was moved, and has no copy."""
     from psgrad import workflows
 
-    return workflows.dp_step(load_config(config), steps=steps, resume=resume, overwrite=overwrite, progress=progress)
+    return workflows.dp_step(load_config(config), steps=steps, resume=resume, overwrite=overwrite, moved=moved, progress=progress)
 
 
 def dp_plan(config: AnyConfig) -> DPPlanResult:

@@ -10,6 +10,7 @@ import typer
 from psgrad.cli.boundary import boundary
 from psgrad.cli.options import ConfigPath, Debug, Output, Overwrite, Settings, read_config
 from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
+from psgrad.errors import ConfigError
 
 if TYPE_CHECKING:
     from psgrad.config import Config
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 Steps = Annotated[int, typer.Option("--steps", metavar="N", min=1, help="Take N of the planned steps.")]
 Plan = Annotated[bool, typer.Option("--plan", help="Only tell what the planned steps would cost; reads no data and takes no step.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in the run folder.")]
+Moved = Annotated[
+    bool, typer.Option("--moved", help="With --resume: the run folder was moved, and no copy of it will go on; the ledger then says so.")
+]
 Seeded = Annotated[
     bool, typer.Option("--insecure-deterministic", help="Allow noise.seed, for tests: who knows the seed can take the noise off.")
 ]
@@ -33,6 +37,7 @@ def dp_step(
     output: Output = None,
     settings: Settings = None,
     overwrite: Overwrite = False,
+    moved: Moved = False,
     insecure_deterministic: Seeded = False,
     show_private: ShowPrivate = False,
     as_json: AsJson = False,
@@ -51,6 +56,8 @@ def dp_step(
             _require_a_plan_alone(resume, show_private)
             _show_plan(_plan(read_config(config, settings, output)), style)
             return
+        if moved and not resume:
+            raise ConfigError("--moved was given without --resume", expected="both, for a run that goes on in a folder that was moved")
         resolved = read_config(config, settings, output)
         from psgrad import workflows
 
@@ -60,6 +67,7 @@ def dp_step(
                 steps=steps,
                 resume=resume,
                 overwrite=overwrite,
+                moved=moved,
                 insecure_deterministic=insecure_deterministic,
                 progress=progress,
             )
@@ -92,8 +100,6 @@ def _show_plan(result: DPPlanResult, style: str) -> None:
 
 
 def _require_a_plan_alone(resume: bool, show_private: bool) -> None:
-    from psgrad.errors import ConfigError
-
     for given, option in ((resume, "--resume"), (show_private, "--show-private")):
         if given:
             raise ConfigError(

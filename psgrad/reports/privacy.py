@@ -33,9 +33,11 @@ def guarantee(step: dict[str, Any]) -> str:
         promise = "no privacy is promised: epsilon is infinite"
     else:
         promise = f"(epsilon {epsilon(spent)}, delta {compact(step['delta'])})-differential privacy by {accountant}"
+    moved = f"; the run folder was moved {count(step['moved'], 'time')}, and that no copy of it went on is its owner's word"
     return (
         f"{promise}, after {count(step['steps'], 'step')}, for {step['unit']}; {RELATIONS[step['relation']]}; "
-        f"{sampling_words(step)}; {'seeded, so that no guarantee holds against who knows the seed' if seeded(step) else 'no seed'}; "
+        f"{sampling_words(step)}; {'seeded, so that no guarantee holds against who knows the seed' if seeded(step) else 'no seed'}"
+        f"{moved if step.get('moved') else ''}; "
         f"{rounding_words(step)}; not covered: how long steps take and how much memory they need, and what the model's code keeps outside "
         "of the model and the loss (global variables, files)"
     )

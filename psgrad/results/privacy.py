@@ -54,6 +54,7 @@ STEP_KEYS = (
     "rdp_order",
     "why_not",
     "accounting_notes",
+    "moved",
     "ledger",
     "model_sha256",
 )
@@ -77,7 +78,8 @@ class DPStepResult:
     step is accounted with; `noise_std`, its noise's standard deviation on the sum, is this times `sensitivity`, and more where the bound
     adapts. `rounding` has the `grid` that the latest step's released numbers are multiples of (None without noise), the `formula` that it
     follows from, `residual_epsilon`, what floating point may add to epsilon, and `unrounded_steps`, how many noisy steps psgrad 0.1 took
-    without a grid. `unit` is a part of a sentence: "one row". `trainable` counts {"parameters", "tensors", "of_parameters"}.
+    without a grid. `unit` is a part of a sentence: "one row". `trainable` counts {"parameters", "tensors", "of_parameters"}. `moved` counts
+    how often the run folder was moved, by its owner's word.
     """
 
     step: dict[str, Any]

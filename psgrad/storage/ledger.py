@@ -140,6 +140,11 @@ class Ledger:
         return len(self._lines)
 
     @property
+    def lines(self) -> list[dict[str, Any]]:
+        """All complete lines."""
+        return list(self._lines)
+
+    @property
     def steps(self) -> list[dict[str, Any]]:
         """The lines of all steps that were paid for, earlier processes' included."""
         return [line for line in self._lines if line["kind"] == STEP]

@@ -167,13 +167,21 @@ def require_same(there: Mapping[str, Any], expected: Mapping[str, Any], what: st
     differing = [key for key, value in plain.items() if key not in there or there[key] != value]
     if not differing:
         return
-    told = [f"{key} was {_short(there.get(key))} and is {_short(plain[key])}" if show else key for key in differing]
+    told = [words for key in differing for words in (_differences(key, there.get(key), plain[key]) if show else [key])]
     raise ConfigError(
         f"{what} is that of another run: {'; '.join(told)}" + ("" if show else " differs" if len(told) == 1 else " differ"),
         expected="the data, the model, the sampling and the clipping that the run began with",
         cause="the config or a file that it names was changed; what was spent on one can't be carried over to another",
         next_step="go on with what the run began with, or begin a run of its own with another --output",
     )
+
+
+def _differences(key: str, was: Any, now: Any) -> list[str]:
+    """In words, what of two values differs; of two objects which of their keys."""
+    if isinstance(was, dict) and isinstance(now, dict):
+        keys = [name for name in {**was, **now} if was.get(name) != now.get(name)]
+        return [words for name in keys for words in _differences(f"{key}.{name}", was.get(name), now.get(name))]
+    return [f"{key} was {_short(was)} and is {_short(now)}"]
 
 
 def _short(value: Any) -> str:

@@ -135,6 +135,14 @@ class PrivateRunFolder(RunFolder):
         marked.attrs = {**frame.attrs, "warning": WARNING}
         self.write_table(f"{PRIVATE}/{PREFIX}{name}", marked)
 
+    def read_private_json(self, name: str) -> dict[str, Any] | None:
+        """What `write_private_json` wrote before; None where there is none, or it can't be read."""
+        try:
+            content = json.loads((self.path / PRIVATE / f"{PREFIX}{name}").read_bytes())
+        except (OSError, ValueError):
+            return None
+        return content if isinstance(content, dict) else None
+
     def private_table(self, name: str) -> pd.DataFrame | None:
         """What `write_private_table` wrote before; None where there is none, or it can't be read."""
         import pandas as pd

@@ -19,6 +19,7 @@ from psgrad.engine.privacy.step import PrivateTraining
 from psgrad.reports.privacy import guarantee
 from psgrad.results import STEP_KEYS
 from psgrad.storage import Ledger
+from psgrad.workflows.private_identity import model_of
 from psgrad.workflows.private_setup import PrivateSetup, planned_events, schedule_of, unit_in_words
 
 _STEP_FORMAT = 1
@@ -54,7 +55,7 @@ def ledger_header(setup: PrivateSetup, base: float) -> dict[str, Any]:
         "optimizer": privacy.optimizer.model_dump(),
         "trainable": setup.trainable,
         "model": {
-            "factory": run.config.model.factory,
+            **model_of(setup),
             "checkpoint_sha256": run.loaded.sha256,
             "architecture_sha256": architecture_hash(run.model),
         },
@@ -156,6 +157,7 @@ class Statement:
             "rdp_order": rdp.order,
             "why_not": {key: reason for key, reason in why_not.items() if reason is not None},
             "accounting_notes": {key: found.note for key, found in (("epsilon_rdp", rdp), ("epsilon_pld", pld)) if found.note is not None},
+            "moved": sum(bool(line.get("moved")) for line in ledger.lines),
             "ledger": ledger.mark(),
             "model_sha256": model_sha256,
         }

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import pandas as pd
@@ -28,8 +29,17 @@ from psgrad.reports.words import count
 from psgrad.results import STEP_COLUMNS, DPStepResult, Progress
 from psgrad.storage import Ledger, LedgerContent, PrivateRunFolder
 from psgrad.storage.folders import PRIVATE
+from psgrad.storage.ledger_lines import require_same
 from psgrad.storage.private_runs import PREFIX
 from psgrad.workflows.interruptions import held
+from psgrad.workflows.private_identity import (
+    keep_place,
+    private_hashes,
+    require_own_folder,
+    require_same_code,
+    require_same_data,
+    weights_note,
+)
 from psgrad.workflows.private_planning import curve_points
 from psgrad.workflows.private_setup import PrivateSetup, base_multiplier, require_possible_steps, require_privacy, set_up_privately
 from psgrad.workflows.private_statement import Statement, ledger_header, software
@@ -49,6 +59,7 @@ def dp_step(
     steps: int = 1,
     resume: bool = False,
     overwrite: bool = False,
+    moved: bool = False,
     insecure_deterministic: bool = False,
     progress: Say = lambda _: None,
 ) -> DPStepResult:
@@ -59,6 +70,7 @@ def dp_step(
         resume: go on with the run in the config's output folder. Where all planned steps are paid for and the process that paid ended
             before it could publish, that is done now, and no step is taken.
         overwrite: replace what an earlier run left in that folder; one that has a ledger is never replaced.
+        moved: with `resume`, that the folder was moved, and that nothing else goes on with a copy of it: the ledger says so from then on.
         insecure_deterministic: whether `privacy.noise.seed` may be set, which makes the noise public.
 
     Raises PsgradError for everything that can be wrong with the config, the model, the data or the disk. Whatever happens, the ledger
@@ -69,6 +81,7 @@ def dp_step(
     if resume:
         folder = PrivateRunFolder.open(config.output)
         before = Ledger.read(folder.ledger)
+        moved = require_own_folder(folder, before, moved)
     else:
         PrivateRunFolder.require_free(config.output, overwrite)
         before = None
@@ -85,21 +98,27 @@ def dp_step(
             base = privacy.noise.multiplier
         require_possible_steps(setup, base)
         header = ledger_header(setup, base)
+        hashes = private_hashes(setup, uuid4().hex if before is None else before.header["run"])
     with clock("self-check"):
         check = setup.run.self_check(setup.run.stream(lambda _: None))
-    facts = describe_run("dp-step", setup.run, check)
+    facts = {**describe_run("dp-step", setup.run, check), "hashes": hashes}
     optimizer = make_optimizer(privacy.optimizer.name, privacy.optimizer.kwargs, setup.parameters.values())
     if before is None:
         folder = PrivateRunFolder.create(config.output, overwrite)
         folder.write_manifest({**facts, "state": "running"})  # before the ledger: who resumes must know the data again
         snapshot = None
     else:
-        require_same_data(folder, setup)
+        was = require_same_data(folder, hashes)
         snapshot = last_snapshot(folder, before)
         if snapshot is not None:
             restore = snapshot.restore
             setup.began.resume(lambda: restore(tensors_of(setup.run.model), optimizer, str(folder.checkpoint)))
-    with opened_ledger(folder, before, header, snapshot) as ledger, recorded(folder, facts, clock):
+        require_same(before.header, header, f"the ledger {folder.ledger}")
+        require_same_code(folder, was, hashes)
+        facts["hashes"] = was
+    own = {"run": hashes["run"], "weights_sha256": hashes["weights"]} if before is None else {"moved": moved}
+    with opened_ledger(folder, before, header, snapshot, own) as ledger, recorded(folder, facts, clock):
+        notes = [keep_place(folder), None if before is None else weights_note(before.header, hashes)]
         folder.remove_leftovers()
         training = PrivateTraining(
             setup.parameters,
@@ -121,7 +140,7 @@ def dp_step(
             run.take(steps, progress)
         facts["timings"] = clock.seconds
         with clock("accounting"):
-            return run.finish()
+            return run.finish([note for note in notes if note is not None])
 
 
 def require_honest_seed(privacy: PrivacyConfig, insecure_deterministic: bool) -> None:
@@ -149,18 +168,6 @@ def require_steps_left(privacy: PrivacyConfig, taken: int, steps: int) -> None:
         )
 
 
-def require_same_data(folder: PrivateRunFolder, setup: PrivateSetup) -> None:
-    """Raises ConfigError where the data are not those that the run began with."""
-    was = folder.private_manifest().get("data", {}).get("fingerprint")
-    if was != setup.run.samples.fingerprint:
-        raise ConfigError(
-            f"the dataset is not the one that the run in {folder.path} began with",
-            expected="the same data: what was spent was spent on them, and on other data other steps are a run of their own",
-            cause="the file was changed, or data.path names another one",
-            next_step="put the data back, or begin a run of its own with another --output",
-        )
-
-
 def last_snapshot(folder: PrivateRunFolder, before: LedgerContent) -> Snapshot | None:
     """The checkpoint of a run to be resumed; None where no step was taken that it could have seen."""
     if folder.checkpoint.exists():
@@ -182,11 +189,13 @@ def last_snapshot(folder: PrivateRunFolder, before: LedgerContent) -> Snapshot |
     )
 
 
-def opened_ledger(folder: PrivateRunFolder, before: LedgerContent | None, header: dict[str, Any], snapshot: Snapshot | None) -> Ledger:
-    """The ledger, new or to go on with."""
+def opened_ledger(
+    folder: PrivateRunFolder, before: LedgerContent | None, header: dict[str, Any], snapshot: Snapshot | None, own: dict[str, Any]
+) -> Ledger:
+    """The ledger, new or to go on with. own: what this process's line says besides."""
     if before is None:
-        return Ledger.create(folder.ledger, {**header, "versions": software()})
-    note = {"checkpoint_step": 0 if snapshot is None else snapshot.metadata["step"], "versions": software()}
+        return Ledger.create(folder.ledger, {**header, **own, "versions": software()})
+    note = {**own, "checkpoint_step": 0 if snapshot is None else snapshot.metadata["step"], "versions": software()}
     mark = None if snapshot is None else {key: snapshot.metadata[key] for key in ("ledger_position", "ledger_sha256")}
     return Ledger.resume(folder.ledger, note, expected=header, mark=mark, seen=before)
 
@@ -255,8 +264,8 @@ class Run:
         self.folder.write_checkpoint(Snapshot.take(tensors, training.optimizer, metadata).to_bytes())
         self._saved_at, self._saved_step = time.monotonic(), training.taken
 
-    def finish(self) -> DPStepResult:
-        """The last words: the final epsilon, the weights, the figures, and what is not private apart from them."""
+    def finish(self, notes: list[str]) -> DPStepResult:
+        """The last words: the final epsilon, the weights, the figures, and what is not private apart from them. notes: for people."""
         self.save()
         model = self._model_bytes()
         step = self.statement.step(self.ledger, final=True, model_sha256=hashlib.sha256(model).hexdigest())
@@ -277,7 +286,7 @@ class Run:
             bound=groups[0].bound if len(groups) == 1 else None,
             curve_accountant=accountant,
             curve_pld=pld_curve(self.statement.planned, self.setup.privacy.delta),
-            notes=[*self._notes(), *(f"{key}: {note}" for key, note in step["accounting_notes"].items())],
+            notes=[*notes, *self._notes(), *(f"{key}: {note}" for key, note in step["accounting_notes"].items())],
         )
         steps = self._write_private()
         write_plots(replace(result, steps=steps), self.folder.write_public_bytes, self.folder.write_private_bytes)
