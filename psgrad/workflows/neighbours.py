@@ -1,8 +1,9 @@
-"""A drawn batch and its neighbours, for an audit: one record more, less or another, and records whose numbers are none."""
+"""A drawn batch and its neighbours, for an audit: one record more, less or another, records whose numbers are none, records that cancel."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,11 +13,11 @@ import torch
 from torch import Tensor
 
 from psgrad.engine.gradients.loading import Batch
-from psgrad.engine.privacy.audit import record_replay
+from psgrad.engine.privacy.audit import Replayed, record_replay
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.record_streams import RecordStreams
-from psgrad.engine.privacy.records import RecordBatch, Records
-from psgrad.engine.privacy.source import GradientSource
+from psgrad.engine.privacy.records import RecordBatch, Records, record_loss
+from psgrad.engine.privacy.source import GradientSource, batch_source
 from psgrad.engine.privacy.step import NoisySum, PrivateTraining
 from psgrad.results import NeighbourPair
 from psgrad.workflows.private_setup import PrivateSetup
@@ -28,6 +29,13 @@ _MOST_RECORDS = 256
 _MORE = 2
 # What the inputs of a record that should have no say are multiplied by.
 _MONSTERS = {"NaN": math.nan, "infinite": math.inf, "1e30 times as large": 1e30}
+# The weights of the three rows of a record that cancels, of which the first and the one named by `same` are one row of the dataset. The
+# larger the weights, the more digits are lost.
+_TAKEN_BACK = [
+    (same, weights)
+    for large in (2.0**16, 2.0**20, 2.0**24, 2.0**32)
+    for same, weights in ((1, (large, -large, 1.0)), (2, (large, 1.0, -large)), (1, (large, -large * (1 + 2.0**-22), 0.0)))
+]
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,46 @@ def audited_pairs(setup: PrivateSetup, base: float) -> tuple[list[NeighbourPair]
         notes.append("no record that is not finite was among the neighbours: no input of the dataset is floating point")
     mixed = with_monsters(setup)
     batch = setup.sampling.draw(len(setup.records), make_generator(setup.privacy.noise.generator))[:_MOST_RECORDS]
-    return [_compared(setup, mixed, base, neighbours) for neighbours in _neighbours(setup, mixed, batch)], notes
+    pairs = [_compared(setup, mixed, base, neighbours) for neighbours in _neighbours(setup, mixed, batch)]
+    return pairs + cancelling_pairs(setup, base, batch), notes
+
+
+def cancelling_pairs(setup: PrivateSetup, base: float, batch: np.ndarray) -> list[NeighbourPair]:
+    """What records add whose positions cancel, each by itself; the worst of them.
+
+    Such a record is made of rows of the dataset: its loss is that of three rows, added up with weights that take one row's gradient back,
+    but for a small share, and leave a little of another. Whatever operators the model has, the rows meet as positions in its gradients.
+    """
+    starts = [int(setup.records.rows_of(int(record))[0]) for record in batch[:_MORE]] or [0]
+    found = []
+    for start, (same, weights) in itertools.product(starts, _TAKEN_BACK):
+        rows = np.full(3, start)
+        rows[3 - same] = (start + 1) % len(setup.run.samples)
+        found.append(
+            record_replay(
+                _of_weighted_rows(setup, rows, weights, 1),
+                _of_weighted_rows(setup, rows, weights, 0),
+                setup.clipping,
+                setup.noise(base)(0),
+                setup.privacy.relation,
+                make_generator(setup.privacy.noise.generator),
+                adaptive=setup.adaptive,
+                expected_batch_size=setup.privacy.expected_batch_size,
+            )
+        )
+    worst = max(found, key=lambda each: (not each.holds, each.over))
+    return [_as_pair(dataclasses.replace(worst, pair=f"a record comes whose positions cancel, the worst of {len(found)}"))]
+
+
+def _of_weighted_rows(setup: PrivateSetup, rows: np.ndarray, weights: tuple[float, ...], count: int) -> GradientSource:
+    """The clipped sum of one record, or of none, whose loss is that of these rows, each times its weight."""
+    objective, block = setup.run.objective, setup.run.reader.take(rows)
+    device = next(iter(objective.params.values())).device
+    inputs = (*(x.to(device)[None][:count] for x in block.inputs), torch.tensor([weights], dtype=torch.float64, device=device)[:count])
+    target = None if block.target is None else block.target.to(device)[None][:count]
+    loss = record_loss(objective.loss, randomness=setup.run.randomness)
+    dims = (0, None if target is None else 0)
+    return batch_source(loss, objective.params, inputs, target, in_dims=dims, has_aux=True, randomness=setup.run.randomness)
 
 
 def with_monsters(setup: PrivateSetup) -> PrivateSetup:
@@ -114,6 +161,8 @@ def _neighbours(setup: PrivateSetup, mixed: PrivateSetup, batch: np.ndarray) -> 
     for name, monster in monsters.items():
         yield _Neighbours(f"a record comes whose inputs are {name}", batch, _sorted(batch, monster), count + more)
     yield _Neighbours("a record comes into an empty batch", batch[:0], np.array([batch[0] if len(batch) else 0]), count + more)
+    for place, which in list(chosen.items())[:1]:
+        yield _Neighbours(f"{which} comes into an empty batch", batch[:0], np.array([place]), count + more)
 
 
 def _chosen(setup: PrivateSetup, mixed: PrivateSetup, batch: np.ndarray) -> dict[int, str]:
@@ -154,8 +203,21 @@ def _compared(setup: PrivateSetup, mixed: PrivateSetup, base: float, neighbours:
         adaptive=setup.adaptive,
         expected_batch_size=privacy.expected_batch_size,
         public=public,
+        computed_in=_computed_in(setup),
     )
+    return _as_pair(found)
+
+
+def _as_pair(found: Replayed) -> NeighbourPair:
     return NeighbourPair(found.pair, found.distance, found.sensitivity, found.ratio, list(found.differing), found.finite, found.holds)
+
+
+def _computed_in(setup: PrivateSetup) -> torch.dtype:
+    """The narrowest type that gradients are computed in."""
+    kinds = [value.dtype for value in setup.parameters.values()]
+    if setup.run.objective.autocast is not None:
+        kinds.append(setup.run.objective.autocast)
+    return max(kinds, key=lambda kind: torch.finfo(kind).eps)
 
 
 def _source(mixed: PrivateSetup, records: np.ndarray) -> GradientSource:

@@ -15,7 +15,8 @@ import torch
 import yaml
 
 from psgrad.config import PrivacyConfig
-from psgrad.engine.privacy import records
+from psgrad.engine.gradients import weighted_sums
+from psgrad.engine.privacy import clipped, records
 from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.generators import Generator, make_generator
 from psgrad.engine.privacy.noise import Noise
@@ -333,3 +334,25 @@ def test_a_config_without_privacy_is_refused(workplace: Workplace) -> None:
     outcome = audited(workplace)
     assert outcome.code == 2
     assert "the config has no section privacy" in outcome.err
+
+
+# -- records that cancel -----------------------------------------------------------------------------------------------------------------
+
+
+def cancelling_pair(workplace: Workplace) -> dict[str, Any]:
+    (pair,) = [pair for pair in as_json(workplace, "--overwrite")["pairs"] if "cancel" in pair["pair"]]
+    return dict(pair)
+
+
+@pytest.mark.parametrize("groups", ["flat", "parameter"])
+def test_audit_finds_float32_clipped_sums_of_cancelling_positions(private: Workplace, monkeypatch: pytest.MonkeyPatch, groups: str) -> None:
+    """The norm sees the cancellation, and the sum is a float32 product of the scaled factors, which does not."""
+    private.config["privacy"]["clipping"] |= {"groups": groups}
+    pair = cancelling_pair(private)
+    assert pair["holds"]
+    assert 0.4 < pair["ratio"] <= 1
+    monkeypatch.setattr(clipped, "MOST_ABSOLUTE", float("inf"))
+    monkeypatch.setattr(weighted_sums, "bounded_sum", lambda gradient, weights, norms: gradient.weighted_sum(weights).double())
+    outcome = audited(private, "--overwrite")
+    assert outcome.code == 1
+    assert "a record comes whose positions cancel" in outcome.out

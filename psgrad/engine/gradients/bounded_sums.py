@@ -20,6 +20,8 @@ for the same reason, so with one sample more or less it changes by that sample's
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from psgrad.engine.gradients.norms import square_norms
@@ -44,24 +46,31 @@ def absolute_sum(gradient: DeferredGradient) -> torch.Tensor | None:
 
 def bounded_sum(gradient: DeferredGradient, weights: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
     """[*shape] float64: the sum over samples, each times its weight [n], none longer than weight times norm [n]."""
-    total = torch.zeros(gradient.shape, dtype=torch.float64, device=gradient.device)
-    if not gradient.terms:
-        return total
-    weights, norms = weights.double(), norms.double()
     terms = [placed.term for placed in gradient.terms]
-    if _value_is_cheaper(terms, gradient.shape.numel()):
-        kind = accumulating_dtype(terms[0].dtype)
-        flat = total.view(-1)
-        for block in blocks(terms[0].samples, 3 * kind.itemsize * gradient.shape.numel(), gradient.device):
-            value = in_type(gradient, block, kind).materialise().double().reshape(block.stop - block.start, flat.numel())
-            flat.addmv_(value.t(), _limited(weights[block], norms[block], square_norm(value).sqrt()))
-        return total
-    step = max(1, ROWS // max(term.summands for term in terms))
-    for start in range(0, terms[0].samples, step):
-        piece = slice(start, min(start + step, terms[0].samples))
+    if not terms or not terms[0].samples:
+        return torch.zeros(gradient.shape, dtype=torch.float64, device=gradient.device)
+    parts = _sums_of_values if _value_is_cheaper(terms, gradient.shape.numel()) else _sums_of_products
+    first, *others = parts(gradient, weights.double(), norms.double())
+    for part in others:
+        first += part
+    return first
+
+
+def _sums_of_values(gradient: DeferredGradient, weights: torch.Tensor, norms: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The sums over blocks of samples, from values in the precision of the factors."""
+    elements, kind = gradient.shape.numel(), accumulating_dtype(gradient.terms[0].term.dtype)
+    for block in blocks(len(weights), 3 * kind.itemsize * elements, gradient.device):
+        value = in_type(gradient, block, kind).materialise().double().reshape(block.stop - block.start, elements)
+        yield (_limited(weights[block], norms[block], square_norm(value).sqrt()) @ value).reshape(gradient.shape)
+
+
+def _sums_of_products(gradient: DeferredGradient, weights: torch.Tensor, norms: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The sums over pieces of at most `ROWS` positions, or of one sample, from factors in float64."""
+    step = max(1, ROWS // max(placed.term.summands for placed in gradient.terms))
+    for start in range(0, len(weights), step):
+        piece = slice(start, min(start + step, len(weights)))
         exact = in_type(gradient, piece, torch.float64)
-        total += exact.weighted_sum(_limited(weights[piece], norms[piece], square_norms([exact])[0].sqrt()))
-    return total
+        yield exact.weighted_sum(_limited(weights[piece], norms[piece], square_norms([exact])[0].sqrt()))
 
 
 def in_type(gradient: DeferredGradient, samples: slice, kind: torch.dtype) -> DeferredGradient:

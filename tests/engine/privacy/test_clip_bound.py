@@ -40,12 +40,12 @@ def test_clip_bound_cancelling_positions(kind: Kind, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 def test_clip_bound_gradient_ascent(kind: Kind, dtype: torch.dtype) -> None:
     """Inputs are moved to where the gradient is small beside them, at many magnitudes, in every grouping."""
-    for seed in range(2):
+    for seed in range(1):
         random = torch.Generator().manual_seed(seed)
         params = kind.make_params(dtype, random)
         others = [kind.record(dtype, random) for _ in range(5)]
-        for step, found in enumerate(ascend(kind, params, kind.record(dtype, random), 24)):
-            record = (*found[:-1], found[-1] * 10.0 ** (step % 13))
+        for step, found in enumerate(ascend(kind, params, kind.record(dtype, random), 8)):
+            record = (*found[:-1], found[-1] * 10.0 ** (2 * step))
             for clipping in clippings(list(params)):
                 assert contribution(kind, params, clipping, others, record, 0 if step % 2 else None) <= 1
 
@@ -58,9 +58,9 @@ def test_clip_bound_hill_climbing(kind: Kind, dtype: torch.dtype) -> None:
     params = kind.make_params(dtype, random)
     others = [kind.record(dtype, random) for _ in range(2)]
     clipping = Clipping.flat(params, 1.0)
-    worst, at = 0.0, (3.0, 12.0)
+    worst, at = 0.0, (3.0, 4.0)
     base = kind.record(dtype, random)
-    for _ in range(60):
+    for _ in range(20):
         move = torch.randn(2, generator=random)
         power, rest = at[0] + 2 * float(move[0]), at[1] + 3 * float(move[1])
         changed = tuple(x * torch.randn(x.shape, generator=random).mul(0.1).exp().to(x.dtype) if x.is_floating_point() else x for x in base)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from psgrad.engine.privacy.adaptive import AdaptiveBound
 from psgrad.engine.privacy.clipped import ClippedSum
-from psgrad.engine.privacy.clipping import Clipping
+from psgrad.engine.privacy.clipping import Clipping, Group
 from psgrad.engine.privacy.generators import Generator
 from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.relation import Relation
@@ -26,8 +26,8 @@ from psgrad.engine.privacy.source import GradientSource
 from psgrad.engine.privacy.step import NoisySum, private_sum
 from psgrad.errors import PsgradError
 
-# What a distance may be above the sensitivity by rounding: a part of the sensitivity, and some last places of the sums that differ.
-RELATIVE_TOLERANCE = 1e-6
+# Of the longer of two sums, how far they may be apart because the gradients of the records that both have are rounded otherwise in other
+# company: in units of the type in which they are computed.
 _LAST_PLACES = 4
 
 
@@ -117,7 +117,10 @@ class Replayed:
         pair: how the neighbour differs, in words.
         distance: between the two clipped sums, before noise; in L2. Infinite or NaN where a sum is not finite.
         sensitivity: what it may be.
-        tolerance: by how much rounding may take it further.
+        over: by how much the distance in a clipping group exceeds what it may be there, in the group that is the worst; below 0 where none
+            does.
+        tolerance: by how much records that are in both batches may take it further, whose gradients are rounded otherwise in other company;
+            0 where one batch is empty, as a record's own part has no tolerance.
         count_distance, count_sensitivity: the same of the count that an adaptive bound follows; None without one.
         differing: what is published besides the noisy sums and is not the same for both.
         finite: whether all released numbers are.
@@ -126,6 +129,7 @@ class Replayed:
     pair: str
     distance: float
     sensitivity: float
+    over: float
     tolerance: float
     differing: tuple[str, ...]
     finite: bool
@@ -143,7 +147,7 @@ class Replayed:
     @property
     def holds(self) -> bool:
         """Whether the sensitivity is kept to, all that is published is the same, and all that is released is finite."""
-        near = self.distance <= self.sensitivity + self.tolerance  # not so for NaN
+        near = self.distance <= self.sensitivity + self.tolerance and self.over <= self.tolerance  # not so for NaN
         counted = self.count_distance is None or self.count_sensitivity is None or self.count_distance <= self.count_sensitivity
         return near and counted and self.finite and not self.differing
 
@@ -160,6 +164,7 @@ def record_replay(
     adaptive: AdaptiveBound | None = None,
     expected_batch_size: float | None = None,
     public: Callable[[NoisySum], Mapping[str, Any]] = lambda _: {},
+    computed_in: torch.dtype = torch.float64,
 ) -> Replayed:
     """Take a private step on a drawn batch, and again on the neighbour's, with the noise frozen.
 
@@ -167,6 +172,7 @@ def record_replay(
         source, neighbour: the two batches. Draws of common records are the same by the caller's choice of them.
         public: what would be published of a step besides its noisy sums, as name -> value. The names and shapes of the sums, the
             sensitivity, the noise's standard deviation and the number of random draws are looked at in any case.
+        computed_in: the narrowest type in which gradients are computed.
 
     The other arguments are those of `private_sum`. An adaptive bound follows from a noised count, so it is the count that is measured.
     """
@@ -190,13 +196,15 @@ def record_replay(
         differing += _differing(*({**_shapes(outcome), **public(outcome)} for outcome in outcomes))
     effective = clipping if adaptive is None else clipping.with_bound(adaptive.bound)
     counts = None if adaptive is None else [adaptive.count(clipped.records.counted) for clipped in seen]
-    distance, rounding = _distance(seen[0].sums, seen[1].sums, effective.grid)
+    alone = any(len(clipped.records.norms) == 0 for clipped in seen)
+    tolerance = 0.0 if alone or effective.grid is not None else _LAST_PLACES * torch.finfo(computed_in).eps * _longest(seen)
     sensitivity = effective.sensitivity(relation)
     return Replayed(
         pair,
-        distance,
+        _distance(seen[0].sums, seen[1].sums, effective.grid),
         sensitivity,
-        RELATIVE_TOLERANCE * sensitivity + rounding,
+        max(_over(group, seen, effective.grid, relation) for group in effective.groups),
+        tolerance,
         tuple(differing),
         all(bool(torch.isfinite(value).all()) for outcome in outcomes for value in outcome.sums.values()),
         None if counts is None else abs(counts[0] - counts[1]),
@@ -223,13 +231,20 @@ def _differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]
     return [name for name in {**first, **second} if name not in first or name not in second or first[name] != second[name]]
 
 
-def _distance(first: Mapping[str, Tensor], second: Mapping[str, Tensor], grid: float | None) -> tuple[float, float]:
-    """(the L2 distance of two sums, what of it rounding may account for); integers are multiples of the grid, and exact."""
-    squares, rounding = [], []
-    for name, value in first.items():
-        apart = (value.double() - second[name].double()) if grid is None else (value - second[name]).double() * grid
-        squares.append(float(torch.linalg.vector_norm(apart)) ** 2)
-        if grid is None:
-            longest = max(float(torch.linalg.vector_norm(each[name].double())) for each in (first, second))
-            rounding.append((_LAST_PLACES * torch.finfo(value.dtype).eps * longest) ** 2)
-    return math.sqrt(math.fsum(squares)), math.sqrt(math.fsum(rounding)) if rounding else 0.0
+def _distance(first: Mapping[str, Tensor], second: Mapping[str, Tensor], grid: float | None) -> float:
+    """The L2 distance of two sums; integers are multiples of the grid, and exact."""
+    steps = 1.0 if grid is None else grid
+    apart = [(value - second[name]).double() * steps for name, value in first.items()]
+    return math.sqrt(math.fsum(float(torch.linalg.vector_norm(each)) ** 2 for each in apart))
+
+
+def _over(group: Group, seen: Sequence[ClippedSum], grid: float | None, relation: Relation) -> float:
+    """How much more than it may be the distance of two sums is in a group, infinite where it is no number."""
+    first, second = ({name: clipped.sums[name] for name in group.parameters} for clipped in seen)
+    over = _distance(first, second, grid) - group.bound * (2 if relation == "replace_one" else 1)
+    return over if math.isfinite(over) else math.inf
+
+
+def _longest(sums: Sequence[ClippedSum]) -> float:
+    """The L2 norm of the longer of two sums."""
+    return max(math.sqrt(math.fsum(float(value.double().square().sum()) for value in each.sums.values())) for each in sums)
