@@ -173,6 +173,44 @@ def test_a_record_that_is_no_number_adds_nothing(private: PrivateWorkplace) -> N
     assert steps["nonfinite"].tolist() == [1]
 
 
+BILINEAR = """\
+import torch
+from torch import nn
+
+
+class Bilinear(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 5, bias=False)
+        nn.init.constant_(self.layer.weight, 0.25)
+
+    def forward(self, x):
+        return (self.layer(x[..., :4]) * x[..., 4:]).sum((-1, -2))
+
+
+def total(output, target):
+    return output.sum()
+"""
+
+
+def test_clip_bound_cancelling_positions_in_the_released_sum(private: PrivateWorkplace) -> None:
+    """The first record's positions cancel but for a remainder; without noise, the sums with and without it are no more than C apart."""
+    (private.folder / "bilinear.py").write_text(BILINEAR)
+    private.config |= {"model": {"factory": "bilinear.py:Bilinear"}, "loss": "bilinear.py:total", "engine": {"verify": 0}}
+    private.privacy.update(EXACT, clipping={"norm": 0.5})
+    rows = np.random.default_rng(0).normal(size=(ROWS, 4, 9)).astype(np.float32)
+    rows[0, 2:] = rows[0, :2]
+    rows[0, :, 4:] *= np.array([1e9, 1e9, -1e9, -1e9], dtype=np.float32)[:, None]
+    rows[0, 3, 4:] = np.nextafter(rows[0, 3, 4:], 0)
+    sums = []
+    for first in (rows[:1], np.zeros_like(rows[:1])):
+        private.workplace.save(x=np.concatenate([first, rows[1:]]))
+        private.succeeded("--steps", "1")
+        sums.append(load_file(private.run_folder / "public" / "noisy_sum.safetensors")["layer.weight"].double())
+        shutil.rmtree(private.run_folder)
+    assert 0.49 < (sums[0] - sums[1]).norm() <= 0.5
+
+
 def test_all_rows_of_a_user_are_one_record(private: PrivateWorkplace) -> None:
     users = np.array([f"user-{row % 5}" for row in range(ROWS)])
     private.workplace.save(user=users)

@@ -100,7 +100,8 @@ class NormsByName:
         elif terms:
             self.found[name] = square_norms([gradient])[0]
         if self.absolute is not None and terms:
-            once = len(terms) == 1 and terms[0].term.summands == 1  # nothing is added up
+            # Where nothing is added up it is the norm, which in float32 was vetted against squares that leave their range.
+            once = len(terms) == 1 and terms[0].term.summands == 1 and terms[0].term.dtype != torch.float64
             self.absolute[name] = self.found[name].sqrt() if once else absolute_sum(gradient)
         self.computed_as[name] = gradient.describe()
 

@@ -83,6 +83,19 @@ def test_clip_bound_many_aligned_records(name: str, count: int, dtype: torch.dty
     assert 0.99 < distance(*sums) / 0.1 <= 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["product, one position", "product, few positions", "dense", "convolution, kernel 1", "multiples"])
+def test_clip_bound_tiny_times_huge(name: str, dtype: torch.dtype) -> None:
+    """Factors whose squares leave their type's range at either end, and whose products do not."""
+    kind, random = KINDS[name], torch.Generator().manual_seed(4)
+    params = kind.make_params(dtype, random)
+    others = [kind.record(dtype, random) for _ in range(2)]
+    for tiny, huge in ((1e-30, 1e36), (1e-24, 1e30)) if dtype == torch.float32 else ((1e-170, 1e200), (1e-150, 1e152), (1e-100, 1e160)):
+        x, k = kind.record(dtype, random)
+        for record in ((x * tiny, k * huge), (x * huge, k * tiny)):
+            assert contribution(kind, params, Clipping.flat(params, 1.0), others, record) <= 1
+
+
 @pytest.mark.parametrize("memory", [None, 0], ids=["kept", "two passes"])
 def test_clip_bound_autocast_cancelling_positions(memory: float | None) -> None:
     """Factors in bfloat16 of weights in float32, through a network: the last layer's positions cancel."""
