@@ -181,11 +181,11 @@ from torch import nn
 class Bilinear(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layer = nn.Linear(4, 5, bias=False)
+        self.layer = nn.Linear(16, 32, bias=False)
         nn.init.constant_(self.layer.weight, 0.25)
 
     def forward(self, x):
-        return (self.layer(x[..., :4]) * x[..., 4:]).sum((-1, -2))
+        return (self.layer(x[..., :16]) * x[..., 16:]).sum((-1, -2))
 
 
 def total(output, target):
@@ -198,10 +198,9 @@ def test_clip_bound_cancelling_positions_in_the_released_sum(private: PrivateWor
     (private.folder / "bilinear.py").write_text(BILINEAR)
     private.config |= {"model": {"factory": "bilinear.py:Bilinear"}, "loss": "bilinear.py:total", "engine": {"verify": 0}}
     private.privacy.update(EXACT, clipping={"norm": 0.5})
-    rows = np.random.default_rng(0).normal(size=(ROWS, 4, 9)).astype(np.float32)
-    rows[0, 2:] = rows[0, :2]
-    rows[0, :, 4:] *= np.array([1e9, 1e9, -1e9, -1e9], dtype=np.float32)[:, None]
-    rows[0, 3, 4:] = np.nextafter(rows[0, 3, 4:], 0)
+    rows = np.random.default_rng(0).normal(size=(ROWS, 4, 48)).astype(np.float32)
+    rows[0, 0, 16:] *= 1e12
+    rows[0, 2] = np.concatenate([rows[0, 0, :16], -rows[0, 0, 16:]])
     sums = []
     for first in (rows[:1], np.zeros_like(rows[:1])):
         private.workplace.save(x=np.concatenate([first, rows[1:]]))
