@@ -16,7 +16,7 @@ from psgrad.engine.privacy.record_streams import RecordStreams
 from psgrad.engine.privacy.step import private_sum
 from psgrad.workflows.private_setup import set_up_privately
 from tests.private_workplace import EXACT, PrivateWorkplace
-from tests.workplace import ROWS, Workplace
+from tests.workplace import Workplace
 
 # As our own examples do it: whoever reads the factory knows the state of PyTorch's generator when the first step begins.
 SEEDING = """\
@@ -33,7 +33,7 @@ def private(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWor
     found = PrivateWorkplace(workplace)
     workplace.use_model(SEEDING)
     found.config["model"]["mode"] = "train"
-    found.config["engine"] |= {"chunk_size": 8}
+    found.config["engine"] |= {"chunk_size": 100}
     return found
 
 
@@ -45,7 +45,9 @@ def as_the_factory_leaves_it() -> None:
 
 def test_a_member_is_not_told_by_who_knows_the_seed_of_the_factory(private: PrivateWorkplace) -> None:
     """At noise 4, and a sum that one record moves by its bound, the best guess is right 55 times of 100."""
-    private.privacy.update(clipping={"norm": 0.1}, noise={"multiplier": 4.0, "seed": 1})
+    rows, random = 400, np.random.default_rng(0)
+    private.workplace.save(x=random.normal(size=(rows, 4)).astype(np.float32), y=random.integers(0, 3, rows), uid=np.arange(rows))
+    private.privacy.update(clipping={"norm": 0.1}, noise={"multiplier": 4.0, "seed": 1}, expected_batch_size=200, delta=1e-3)
     (private.folder / "config.yaml").write_text(yaml.safe_dump(private.config))
     setup = set_up_privately(load_config(private.folder / "config.yaml"))
     objective, run = setup.run.objective, setup.run
@@ -64,34 +66,31 @@ def test_a_member_is_not_told_by_who_knows_the_seed_of_the_factory(private: Priv
         sums = streams.source(records)(setup.clipping).sums
         return torch.cat([sums[name].flatten() for name in objective.params])
 
-    worlds = {True: np.arange(ROWS), False: np.arange(1, ROWS)}
+    worlds = {True: np.arange(rows), False: np.arange(1, rows)}
     expected = {member: as_read_in_the_code(records) for member, records in worlds.items()}
     generator, right = make_generator("aes", seed=1), 0
-    for trial in range(60):
+    for trial in range(40):
         member = trial % 2 == 0
         as_the_factory_leaves_it()
         noisy = private_sum(setup.source(worlds[member]), setup.clipping, Noise(4.0), "add_or_remove_one", generator)
         seen = torch.cat([noisy.sums[name].flatten() for name in objective.params])
         guess = (seen - expected[True]).norm() < (seen - expected[False]).norm()
         right += bool(guess) == member
-    assert right <= 45  # 33 are to be expected, give or take 4
+    assert right <= 30  # 22 are to be expected, give or take 3
 
 
 def test_seeded_draws_are_the_same_in_another_run_and_after_a_resume(private: PrivateWorkplace) -> None:
     """Without noise: what differs between runs is what the model draws."""
     private.privacy.update(EXACT, noise={"multiplier": 0.0, "seed": 4})
-    private.succeeded("--insecure-deterministic", "--steps", "3")
+    private.succeeded("--insecure-deterministic", "--steps", "2")
     whole = private.weights()
     private.config["output"] = "parts"
     private.succeeded("--insecure-deterministic", "--steps", "1")
     first = private.weights()
-    private.succeeded("--insecure-deterministic", "--steps", "2", "--resume")
+    private.succeeded("--insecure-deterministic", "--steps", "1", "--resume")
     for name, value in private.weights().items():
         assert torch.equal(value, whole[name])
         assert not torch.equal(value, first[name])
-    private.config["output"], private.privacy["noise"]["seed"] = "another seed", 5
-    private.succeeded("--insecure-deterministic", "--steps", "3")
-    assert not torch.equal(private.weights()["0.weight"], whole["0.weight"])
 
 
 def test_secret_draws_differ_from_run_to_run(private: PrivateWorkplace) -> None:
