@@ -15,7 +15,7 @@ from torch import Tensor
 
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.record_draws import RecordDraws
-from psgrad.engine.transforms import grad, vmap
+from psgrad.engine.transforms import checkpoint, grad, vmap
 from psgrad.engine.transforms.draws import draw_by_label, programs
 from psgrad.engine.transforms.operators import RANDOM_COMPOSITES, facts
 from psgrad.engine.transforms.rules import registry
@@ -190,3 +190,27 @@ def test_labelled_draws_of_a_nested_map_and_on_the_way_back() -> None:
                 weight, x[record : record + 1, order], labels[record : record + 1, order]
             )
             torch.testing.assert_close(alone[0], found[record])
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_labelled_draws_are_the_same_when_a_checkpoint_runs_again(rows: bool) -> None:
+    """A function that runs again on the way back keeps its masks, and those who draw after it theirs."""
+    x, labels = torch.rand(3, 5, 8), torch.arange(15).view(3, 5)
+
+    def gradients(around: Callable[..., Tensor]) -> Tensor:
+        def loss(weight: Tensor, x: Tensor, label: Tensor) -> Tensor:
+            def of_row(x: Tensor, label: Tensor) -> Tensor:
+                draw_by_label(BITS, label)
+                first = F.dropout(x * weight, 0.5)
+                second = around(lambda first: F.dropout(first.sin(), 0.5) + torch.rand(8) * weight, first)
+                return (around(lambda second: F.dropout(second.exp(), 0.5), second) * torch.rand(8)).square().sum()
+
+            return vmap(of_row, randomness="different")(x, label).sum() if rows else of_row(x, label)
+
+        if rows:
+            return vmap(grad(loss), in_dims=(None, 0, 0), randomness="different")(torch.ones(8), x, labels)  # type: ignore[no-any-return]
+        return vmap(grad(loss), in_dims=(None, 0, 0), randomness="different")(  # type: ignore[no-any-return]
+            torch.ones(8), x[:, 0], labels[:, 0]
+        )
+
+    torch.testing.assert_close(gradients(checkpoint), gradients(lambda function, *args: function(*args)))
