@@ -12,6 +12,7 @@ from psgrad.engine.privacy.adaptive import AdaptiveBound
 from psgrad.engine.privacy.clipping import Clipping, Group
 from psgrad.engine.privacy.generators import Generator, make_generator
 from psgrad.engine.privacy.noise import Noise
+from psgrad.engine.privacy.record_draws import RecordDraws
 from psgrad.engine.privacy.records import RecordReader, Records, record_loss
 from psgrad.engine.privacy.relation import Relation
 from psgrad.engine.privacy.sampling import Sampling
@@ -30,6 +31,7 @@ __all__ = [
     "NoisySum",
     "PrivateTraining",
     "RecordColumns",
+    "RecordDraws",
     "RecordReader",
     "Records",
     "Relation",
