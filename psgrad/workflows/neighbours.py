@@ -19,6 +19,7 @@ from psgrad.engine.privacy.record_streams import RecordStreams
 from psgrad.engine.privacy.records import RecordBatch, Records, record_loss
 from psgrad.engine.privacy.source import GradientSource, batch_source
 from psgrad.engine.privacy.step import NoisySum, PrivateTraining
+from psgrad.errors import DataError
 from psgrad.results import NeighbourPair
 from psgrad.workflows.private_setup import PrivateSetup
 from psgrad.workflows.private_statement import Statement, ledger_header
@@ -55,7 +56,14 @@ def audited_pairs(setup: PrivateSetup, base: float) -> tuple[list[NeighbourPair]
         notes.append("no record that is not finite was among the neighbours: no input of the dataset is floating point")
     mixed = with_monsters(setup)
     batch = setup.sampling.draw(len(setup.records), make_generator(setup.privacy.noise.generator))[:_MOST_RECORDS]
-    pairs = [_compared(setup, mixed, base, neighbours) for neighbours in _neighbours(setup, mixed, batch)]
+    pairs = []
+    for neighbours in _neighbours(setup, mixed, batch):
+        try:
+            pairs.append(_compared(setup, mixed, base, neighbours))
+        except DataError as error:
+            if neighbours.second.max(initial=-1) < len(setup.records):
+                raise
+            notes.append(f"not compared: {neighbours.pair}, on which {error.arrived}")  # an augmentation that takes no such numbers
     return pairs + cancelling_pairs(setup, base, batch), notes
 
 

@@ -235,6 +235,17 @@ def test_audit_compares_neighbours_of_models_and_augmentations_that_draw(drawing
     assert max(pair["ratio"] for pair in found["pairs"]) > 0.9
 
 
+def test_audit_says_which_records_an_augmentation_does_not_take(drawing: Workplace) -> None:
+    (drawing.folder / "augment.py").write_text(
+        SHAKEN + "    \n\ndef careful(x):\n    if x.isnan().any():\n        raise ValueError('a NaN')\n    return shaken(x)\n"
+    )
+    drawing.config["privacy"]["augmentation"]["function"] = "augment.py:careful"
+    found = as_json(drawing, "--steps", "1")
+    assert (found["violations"], len(found["notes"])) == ([], 1)
+    assert "not compared: a record comes whose inputs are NaN, on which augment.py:careful raised ValueError: a NaN" in found["notes"][0]
+    assert len(found["pairs"]) >= 6
+
+
 # -- what is wrong ----------------------------------------------------------------------------------------------------------------------
 
 

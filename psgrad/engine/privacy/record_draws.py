@@ -16,10 +16,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from psgrad.engine.privacy.generators import Generator
 from psgrad.engine.transforms import generators
 from psgrad.engine.transforms.draws import draw_by_label
+from psgrad.engine.transforms.interpreter import innermost
 from psgrad.errors import ModelError
 
 Labels = npt.NDArray[np.int64]
@@ -28,6 +30,7 @@ Labels = npt.NDArray[np.int64]
 _PLACES = 1 << 24
 # A cipher block is the label, and the number of the draw times this and of the block in the draw.
 _BLOCKS = 1 << 40
+_PIECE = 1 << 13  # blocks that are encrypted at a time, or those of one label: they stay in the cache
 # Numbers of draws that no program reaches: seeds for the model's run, for reading a row and for making a copy of it.
 RUN, ROW, COPY = _PLACES - 3, _PLACES - 2, _PLACES - 1
 
@@ -57,12 +60,16 @@ class StepDraws:
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
         each = -(-size // 16)
-        blocks = np.empty((len(labels), each, 2), dtype="<u8")
-        blocks[:, :, 0] = labels[:, None]
+        found = np.empty(16 * each * len(labels) + 15, dtype=np.uint8)  # older versions of the library ask for room for one more block
+        encryptor = Cipher(algorithms.AES(self._key), modes.ECB()).encryptor()
+        together = max(1, _PIECE // max(each, 1))
+        blocks = np.empty((together, each, 2), dtype="<u8")
         blocks[:, :, 1] = np.arange(each, dtype=np.uint64) + np.uint64(number * _BLOCKS)
-        found = np.empty(blocks.nbytes + 15, dtype=np.uint8)  # older versions of the library ask for room for one more block
-        Cipher(algorithms.AES(self._key), modes.ECB()).encryptor().update_into(blocks.reshape(-1).view(np.uint8).data, found.data)
-        return found[: blocks.nbytes].reshape(len(labels), 16 * each)[:, :size]
+        for start in range(0, len(labels), together):
+            some = labels[start : start + together]
+            blocks[: len(some), :, 0] = some[:, None]
+            encryptor.update_into(blocks[: len(some)].reshape(-1).view(np.uint8).data, found[16 * each * start :].data)
+        return found[: 16 * each * len(labels)].reshape(len(labels), 16 * each)[:, :size]
 
     def seed(self, label: int, number: int) -> None:
         """Seed PyTorch's, NumPy's and Python's global generators."""
@@ -71,6 +78,8 @@ class StepDraws:
 
 def labels_of(records: npt.ArrayLike, width: int) -> Labels:
     """[n, width]: the labels of the rows, or copies of rows, of the records with these numbers."""
+    if width >= _PLACES:
+        raise ValueError(f"a record of {width} rows or copies: fewer than {_PLACES} are told apart")
     return np.asarray(records, dtype=np.int64)[:, None] * _PLACES + np.arange(1, width + 1)
 
 
@@ -90,10 +99,11 @@ def by_record(loss: Callable[..., Any], now: Callable[[], StepDraws]) -> Callabl
 
 def begin_run(draws: StepDraws, label: torch.Tensor) -> None:
     """A model begins to run on the rows that `label` tells apart: they draw by it, and global generators start as in each run."""
-    if _watch.seeded:
-        _require_no_other_draws()
-    draws.seed(0, RUN)
-    _watch.seeded = _watch.watching
+    if not isinstance(innermost(label), FakeTensor):  # else the run is followed without values, to foresee its memory
+        if _watch.seeded:
+            _require_no_other_draws()
+        draws.seed(0, RUN)
+        _watch.seeded = _watch.watching
     draw_by_label(draws.bits, label)
 
 

@@ -61,17 +61,18 @@ class Run:
         self.clipping = Clipping.flat(self.objective.params, BOUND)
         self.records = Records.of_rows(ROWS) if kind == "rows" else Records.of_units(UNITS)
         self.options: dict[str, Any] = {"draws": draws}
+        self.stream_options: dict[str, Any] = {}
         if kind == "copies":
             self.options |= {"augment": jittered, "copies": 2}
 
-    def streams(self, chunk_size: int = 100) -> RecordStreams:
+    def streams(self, chunk_size: Any = 100) -> RecordStreams:
         def make(loss: Callable[..., Any], read: Any) -> Stream:
-            return Stream(loss, self.objective.params, read, chunk_size=chunk_size, randomness="different")
+            return Stream(loss, self.objective.params, read, chunk_size=chunk_size, randomness="different", **self.stream_options)
 
         take = taking((self.x,), self.y)
         return RecordStreams(self.records, take, self.objective.loss, self.objective.params, make, randomness="different", **self.options)
 
-    def sum(self, batch: Sequence[int], step: int = 0, chunk_size: int = 100) -> Tensor:
+    def sum(self, batch: Sequence[int], step: int = 0, chunk_size: Any = 100) -> Tensor:
         """The clipped sum, as one row."""
         sums = self.streams(chunk_size).source(list(batch), step)(self.clipping).sums
         return torch.cat([sums[name].flatten() for name in self.objective.params])
@@ -197,6 +198,18 @@ def test_record_draws_are_right_in_a_source_of_a_batch_in_memory() -> None:
         summed([1], records=None)
     with pytest.raises(ValueError, match="not with randomness='same'"):
         summed([1], randomness="same")
+
+
+@pytest.mark.parametrize("name", ["Noise", "AttentionDropout", "OutsideOfTorch"])
+def test_record_draws_memory_is_foreseen_for_models_that_draw(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(self: Stream, gradients: Any) -> None:
+        raise AssertionError("the pass could not be followed without running it")
+
+    monkeypatch.setattr(Stream, "_size_chunks", measured)
+    run = Run("units", name)
+    run.stream_options = {"memory": 10**7}
+    found = run.sum(range(4), chunk_size="auto")
+    torch.testing.assert_close(found, Run("units", name).sum(range(4)), rtol=0, atol=1e-9)
 
 
 # How often a draw comes out -------------------------------------------------------------------------------------------------------
