@@ -200,7 +200,7 @@ def test_record_draws_are_right_in_a_source_of_a_batch_in_memory() -> None:
         summed([1], randomness="same")
 
 
-@pytest.mark.parametrize("name", ["Noise", "AttentionDropout", "OutsideOfTorch"])
+@pytest.mark.parametrize("name", ["Noise", "AttentionDropout", "Recurrent"])
 def test_record_draws_memory_is_foreseen_for_models_that_draw(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def measured(self: Stream, gradients: Any) -> None:
         raise AssertionError("the pass could not be followed without running it")
