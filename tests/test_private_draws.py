@@ -93,6 +93,16 @@ def test_seeded_draws_are_the_same_in_another_run_and_after_a_resume(private: Pr
         assert not torch.equal(value, first[name])
 
 
+def test_draws_that_can_not_be_made_by_record_stop_the_run_before_its_ledger(private: PrivateWorkplace) -> None:
+    private.workplace.use_model(
+        "class Model(nn.Linear):\n    def __init__(self):\n        super().__init__(4, 3)\n"
+        "    def forward(self, x):\n        return super().forward(x) + torch.poisson(torch.ones(3))\n"
+    )
+    private.config["model"]["mode"] = "train"
+    private.refused(3, "the random operator aten::poisson can't draw for each record by itself", "next step: write it with these")
+    assert not private.run_folder.exists()
+
+
 def test_secret_draws_differ_from_run_to_run(private: PrivateWorkplace) -> None:
     private.privacy.update(EXACT)
     private.succeeded()

@@ -174,6 +174,8 @@ def refuse(setup: PrivateSetup) -> None:
     looked_at = run.reader.take(np.linspace(0, count - 1, min(count, _ROWS_LOOKED_AT), dtype=np.int64))  # from all over the data
     inputs, target = placed(looked_at.inputs, looked_at.target, run.device, run.dtype)
     require_separate_records(run.objective, inputs, target)
+    if run.model.training:  # what can't draw for each record by itself is refused where it is met
+        setup.source(np.arange(1))(setup.clipping)
 
 
 def require_possible_steps(setup: PrivateSetup, base: float) -> None:
