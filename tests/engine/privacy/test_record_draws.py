@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -79,20 +79,13 @@ class Run:
 
 
 @contextmanager
-def computed_again(second_pass: bool, most_at_once: int | None) -> Iterator[None]:
-    """Clipped sums are computed in a second pass, and chunks of more records than that in halves."""
-    plain = clipped.Clipper._at_once
-    with ExitStack() as exits:
-        patch = exits.enter_context(pytest.MonkeyPatch.context())
+def computed_again(second_pass: bool, alone: int | None) -> Iterator[None]:
+    """Clipped sums are computed in a second pass, and of so many records one is computed again, by itself."""
+    with pytest.MonkeyPatch.context() as patch:
         if second_pass:
             patch.setattr(source, "Clipper", partial(clipped.Clipper, memory=0))
-        if most_at_once is not None:
-
-            def at_once(self: Any, loss: Any, params: Any, batch: Any, options: Any) -> Any:
-                found = plain(self, loss, params, batch, options)
-                return found if found is not None and len(found.records.norms) <= most_at_once else None
-
-            patch.setattr(clipped.Clipper, "_at_once", at_once)
+        if alone is not None:
+            patch.setattr(clipped._Chosen, "cancelling", lambda self, absolute: torch.arange(self.norms.shape[1]) % alone == 0)
         yield
 
 
@@ -129,8 +122,8 @@ def test_record_draws_sum_is_that_of_each_record_alone(name: str, kind: str) -> 
     alone = torch.stack([run.sum([record]) for record in everybody])
     assert torch.allclose(alone.norm(dim=1), torch.tensor(BOUND, dtype=torch.float64), rtol=1e-4)
     seeded_anew()
-    for chunk_size, second_pass, most_at_once in ((100, False, None), (2, True, None), (100, False, 2)):
-        with computed_again(second_pass, most_at_once):
+    for chunk_size, second_pass, alone_of in ((100, False, None), (2, True, None), (100, False, 2)):
+        with computed_again(second_pass, alone_of):
             torch.testing.assert_close(run.sum(everybody, chunk_size=chunk_size), alone.sum(0), rtol=0, atol=1e-9)
     with memory_for(1):
         torch.testing.assert_close(run.sum(everybody), alone.sum(0), rtol=0, atol=1e-9)
@@ -226,20 +219,19 @@ class OneWeight(nn.Module):
         return F.dropout(self.w, 0.5) * x
 
 
-def test_record_draws_mask_frequency_where_chunks_are_halved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Records that spoil their chunk whenever they are kept: the halves draw the same again, and so does a record by itself."""
+def test_record_draws_mask_frequency_of_records_that_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records too large for a common sum whenever they are kept: by themselves they draw the same again."""
     x, count, steps = torch.full((4, 1), 1e30), 4, 60
     objective = Objective(OneWeight(), lambda output, target: output.sum())
-    kept, spoilt = 0, 0
-    plain = clipped.Clipper._at_once
+    kept, again = 0, 0
+    plain = clipped._alone
 
-    def at_once(self: Any, *rest: Any) -> Any:
-        nonlocal spoilt
-        found = plain(self, *rest)
-        spoilt += found is None
-        return found
+    def alone(*rest: Any) -> Any:
+        nonlocal again
+        again += 1
+        return plain(*rest)
 
-    monkeypatch.setattr(clipped.Clipper, "_at_once", at_once)
+    monkeypatch.setattr(clipped, "_alone", alone)
     clipping = Clipping.flat(objective.params, 1e-3)
     for step in range(steps):
         found = batch_source(
@@ -254,7 +246,7 @@ def test_record_draws_mask_frequency_where_chunks_are_halved(monkeypatch: pytest
             records=range(count),
         )(clipping)
         kept += int((found.records.norms != 0).sum())
-    assert spoilt > steps * count / 2
+    assert again == kept > 0
     assert abs(kept / (steps * count) - 0.5) < 4.5 * 0.5 / (steps * count) ** 0.5  # beyond it once in 100,000 by chance
 
 
