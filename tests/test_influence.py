@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import pandas as pd
 import pytest
 import torch
 from safetensors.numpy import load_file
+from safetensors.torch import save_file
 
+from tests.engine.influence.problems import SoftmaxRegression
 from tests.influence_workplace import QUERIES, InfluenceWorkplace, loop_of_gradients
-from tests.workplace import ROWS
+from tests.workplace import CLASSES, FEATURES, ROWS
 
 
 @pytest.fixture
@@ -345,3 +348,98 @@ def test_parameters_that_fit_nothing_are_refused(place: InfluenceWorkplace) -> N
 def test_a_run_is_not_replaced_unasked(place: InfluenceWorkplace) -> None:
     place.ranked()
     place.influence().refused(2, "the output folder out holds an earlier run", "--overwrite")
+
+
+# Amounts -------------------------------------------------------------------------------------------------------------------------------
+
+
+def convex(place: InfluenceWorkplace, weight_decay: float = 0.05) -> np.ndarray:
+    """A workplace of softmax regression at its minimum, and the rises of the queries' losses without each row, [n, m], by retraining."""
+    random = np.random.default_rng(2)
+    place.save(x=random.normal(size=(150, FEATURES)).astype(np.float32), y=random.integers(0, CLASSES, 150), uid=np.arange(150).astype(str))
+    (place.folder / "linear.py").write_text(f"from torch import nn\n\ndef build():\n    return nn.Linear({FEATURES}, {CLASSES}).double()\n")
+    inputs, labels = torch.tensor(place.arrays["x"]).double(), torch.tensor(place.arrays["y"])
+    problem = SoftmaxRegression.of(inputs, labels, weight_decay)
+    weights = problem.solve()
+    save_file(
+        {"weight": torch.tensor(weights[:, :-1]).contiguous(), "bias": torch.tensor(weights[:, -1]).contiguous()},
+        place.folder / "linear.safetensors",
+    )
+    place.config["model"] = {"factory": "linear.py:build", "checkpoint": "linear.safetensors"}
+    place.config["engine"] = {"dtype": "float64"}
+    place.section["method"] = {"name": "influence", "weight_decay": weight_decay}
+    asked, wanted = torch.tensor(place.queries["x"]).double(), torch.tensor(place.queries["y"])
+    before = problem.losses(weights, asked, wanted)
+    return np.stack([problem.losses(problem.without(row).solve(weights), asked, wanted) - before for row in range(len(labels))])
+
+
+def test_amounts_of_a_convex_model_are_retraining_and_checked(place: InfluenceWorkplace) -> None:
+    truth = convex(place)
+    place.ranked("--matrix")
+    found = load_file(place.folder / "out" / "matrix.safetensors")["scores"]
+    slope = np.polyfit(found.ravel(), truth.ravel(), 1)[0]
+    assert abs(slope - 1) < 0.02
+    said = place.manifest()["influence"]
+    assert said["unit"] == "predicted rise of the query's loss, in nats, if the training example were removed"
+    assert said["fit"][0]["calibrated"] is True
+    check = said["check"]
+    assert check["converged"] is True
+    pairs = [each for each in check["removals"] if each["query_index"] is not None]
+    assert len(pairs) == 3
+    for each in pairs:
+        assert each["found"] == pytest.approx(truth[each["train_index"], each["query_index"]], rel=1e-3)
+        assert each["predicted"] == pytest.approx(found[each["train_index"], each["query_index"]])
+    (own,) = [each for each in check["removals"] if each["query_index"] is None]
+    assert own["found"] == pytest.approx(own["predicted"], rel=0.2)
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["trak", "datainf", "projected_influence", {"name": "ekfac", "fisher": "empirical"}, {"name": "influence", "curvature": "fisher"}],
+)
+def test_scores_that_are_no_amounts_say_so_everywhere(place: InfluenceWorkplace, method: Any) -> None:
+    place.section["method"] = method
+    outcome = place.influence()
+    assert outcome.code == 0, outcome.err
+    assert "unit: relative, no unit" in outcome.out
+    assert "nats" not in outcome.out
+    folder = place.folder / "out"
+    assert place.manifest()["influence"]["unit"] == "relative, no unit"
+    assert set(pd.read_csv(folder / "scores.csv")["unit"]) == {"relative, no unit"}
+    for name in ("scores.parquet", "self_influence.parquet"):
+        assert pd.read_parquet(folder / name).attrs["unit"] == "relative, no unit"
+    assert json.loads(place.influence("--json", "--overwrite").out)["unit"] == "relative, no unit"
+    assert "beyond_loss" not in pd.read_parquet(folder / "scores.parquet")
+
+
+def test_amounts_of_a_network_are_uncalibrated_and_checked(place: InfluenceWorkplace) -> None:
+    for method in ("influence", "ekfac", {"name": "influence", "solver": "conjugate_gradient"}):
+        place.section["method"] = method
+        outcome = place.influence("--overwrite")
+        assert outcome.code == 0, outcome.err
+        assert "in nats (uncalibrated), if the training example were removed" in outcome.out
+        assert "Largest changes, predicted and found" in outcome.out
+        assert "Found: training went on from these weights for 10 steps" in outcome.out
+        assert len(place.manifest()["influence"]["check"]["removals"]) >= 3
+    place.section["check"] = "never"
+    outcome = place.influence("--overwrite")
+    assert "predicted and found" not in outcome.out
+
+
+def test_scores_beyond_the_loss_of_a_query_are_marked(place: InfluenceWorkplace) -> None:
+    """A loss of zero or more falls by no more than it is."""
+    place.section["method"] = {"name": "influence", "damping": 1e-9}
+    outcome = place.influence("--top", "4")
+    ranked = pd.read_parquet(place.folder / "out" / "scores.parquet")
+    losses = pd.read_parquet(place.folder / "out" / "queries.parquet").set_index("index")["measurement"]
+    limit = ranked["query_index"].map({**losses.to_dict(), -1: losses.mean()})
+    assert ranked["beyond_loss"].tolist() == (ranked["score"] < -limit).tolist()
+    assert ranked["beyond_loss"].any()
+    assert not ranked["beyond_loss"].all()
+    assert (
+        f"{int(ranked['beyond_loss'].sum())} of {len(ranked)} ranked scores predict that a query's loss falls by more than it is"
+        in outcome.err
+    )
+    assert "and is no amount" in outcome.out
+    place.section["measurement"] = "margin"
+    assert "beyond_loss" not in place.ranked("--overwrite")

@@ -53,7 +53,7 @@ def test_extras_stay_with_their_pairs_and_columns_come_in_one_order() -> None:
     values, rows = strongest(np.array([[3.0, -1.0, 2.0]]), 2)
     spread = np.where(rows >= 0, rows / 10, NAN)
     found = ranked_pairs(["q"], [0], np.array([7, 8, 9]), values, rows, {"score_std": spread}, layer="2.weight")
-    assert list(found) == [column for column in SCORE_COLUMNS if column != "rank_stability"]
+    assert list(found) == [column for column in SCORE_COLUMNS if column not in ("rank_stability", "beyond_loss")]
     assert found["score_std"].tolist() == [0.0, 0.2, 0.1]
     assert found["train_id"].tolist() == [7, 9, 8]
     assert set(found["layer"]) == {"2.weight"}
@@ -71,17 +71,29 @@ def test_a_query_is_looked_up_over_all_layers() -> None:
     assert hurts["score"].tolist() == [-2.0]
 
 
-def test_what_is_shown_are_the_first_queries_with_scores_and_their_strongest() -> None:
-    queries = pd.DataFrame({"index": [10, 11, 12], "status": ["ok", "nonfinite", "ok"]})
+def test_shown_queries_wrong_ones_and_highest_losses_first() -> None:
+    queries = pd.DataFrame(
+        {
+            "index": [10, 11, 12, 13, 14],
+            "status": ["ok", "nonfinite", "ok", "ok", "ok"],
+            "target": [1, 1, 2, 0, 2],
+            "prediction": [1, 0, 1, 0, 0],
+            "confidence": 0.9,
+            "measurement": [0.1, 9.0, 2.0, 2.5, 3.0],
+        }
+    )
     scores = pd.concat(
         [
             _pairs([[1.0, 0.0, 0.0, -1.0, 0.0], [5.0] * 5, [0.0, 2.0, 1.0, 0.0, 0.0]], 1),
             _pairs([[0.0, 0.0, 0.0, 0.0, 7.0]], 1).assign(query_index=ALL_INDEX),
         ]
     )
-    assert shown_queries(queries, 2) == [10, 12]
-    assert shown_rows(scores, queries, 2, 1) == ([10, 12], [0, 1, 3, 4])
-    assert shown_rows(scores, queries, 1, 1) == ([10], [0, 3, 4])
+    assert shown_queries(queries, 9) == [14, 12, 13, 10]
+    assert shown_queries(queries, 9, larger_is_worse=False) == [12, 14, 10, 13]  # of a margin the smallest is the worst
+    assert shown_queries(queries.drop(columns="prediction"), 9) == [14, 13, 12, 10]
+    chosen = queries[queries["index"].isin([10, 12])]
+    assert shown_rows(scores, chosen, 2, 1) == ([12, 10], [0, 1, 3, 4])
+    assert shown_rows(scores, chosen, 1, 1) == ([12], [1, 4])
 
 
 @given(st.lists(st.integers(-5, 50), min_size=1, max_size=30), st.sampled_from([0.25, 0.5, 0.9, 1.0]))

@@ -596,7 +596,9 @@ def test_the_digits_norms_are_those_of_one_sample_at_a_time(digits: Path) -> Non
     frame = pd.read_parquet(digits / "samples.parquet").iloc[rows]
     assert frame["id"].tolist() == ids.tolist()
     assert len(frame) == 50
-    np.testing.assert_allclose(frame["grad_norm"], norms_by_loop(model, F.cross_entropy, images, labels), rtol=1e-5, atol=1e-6)
+    # In float32 alone the oracle's own p - 1 is off by 1e-4 for confident rows.
+    expected = norms_by_loop(model, lambda output, target: F.cross_entropy(output.double(), target), images, labels)
+    np.testing.assert_allclose(frame["grad_norm"], expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("score", ["grad_norm", "loss"])

@@ -156,6 +156,9 @@ class InfluenceConfig(Section):
     """An index of the training gradients, built by `psgrad influence index`."""
     self_influence: Literal["auto", "always", "never"] = "auto"
     """Each example's influence on itself; auto leaves it out where it would cost a solve an example."""
+    check: Literal["auto", "always", "never"] = "auto"
+    """Whether a few of the largest predicted changes are held against training that goes on without the row; auto takes as many steps as
+    fit into ten seconds, or into half of the time of the scores."""
     evaluate: EvaluationConfig = Field(default_factory=EvaluationConfig)
     """`psgrad influence --evaluate`: models trained again, to see whether scores are true."""
 

@@ -10,7 +10,18 @@ import pandas as pd
 
 from psgrad.reports.drawing import Plot
 from psgrad.reports.influence_sheets import DIFFERS_NOTE, MAX_SHEETS, PER_SIDE
-from psgrad.reports.influence_words import Example, examples, method_words, query_example, query_title, reported_queries, signed, unit_words
+from psgrad.reports.influence_words import (
+    Example,
+    beyond_note,
+    checked_rows,
+    examples,
+    method_words,
+    query_example,
+    query_title,
+    reported_queries,
+    signed,
+    unit_words,
+)
 from psgrad.reports.page import FACT_LIMIT, at, excerpt, facts_of, notes_of, picture_uri, plot_uri, templates, title_of
 from psgrad.reports.plots import PICTURE_NOTE
 from psgrad.reports.words import brief, identifier, label, number
@@ -79,7 +90,11 @@ def render_influence(result: InfluenceResult, plots: Sequence[Plot]) -> str:
         sheets=sheets,
         single=sum(sheet.query is not None for sheet in sheets),
         scored=int((queries["status"] == "ok").sum()),
-        notes_on_sheets=f"{DIFFERS_NOTE} {PICTURE_NOTE if any(sheet.pictures for sheet in sheets) else ''}",
+        notes_on_sheets=_notes(result, sheets),
+        check=result.check,
+        checked=checked_rows(result),
+        damping=_damping(result),
+        amounts=[facts["calibrated_because"] for facts in result.facts[:1] if "calibrated_because" in facts],
         figures=[(plot, plot_uri(plot)) for plot in plots if not plot.name.endswith("_sheet")],
         own=_self_influences(result),
         classes=has_classes(training),
@@ -101,6 +116,11 @@ def _card(example: Example) -> Card:
     return Card(example, picture_uri(example.input, PICTURE_SIDE), excerpt(example.input.text))
 
 
+def _notes(result: InfluenceResult, sheets: Sequence[Sheet]) -> str:
+    pictures = any(sheet.pictures for sheet in sheets)
+    return " ".join(filter(None, (DIFFERS_NOTE, beyond_note(result), PICTURE_NOTE if pictures else "")))
+
+
 def _headline(result: InfluenceResult) -> list[tuple[str, str]]:
     """The figures at the top of the page: value, and what it is."""
     gone = sum(int((frame["status"] != "ok").sum()) for frame in (result.training, result.queries))
@@ -111,10 +131,18 @@ def _headline(result: InfluenceResult) -> list[tuple[str, str]]:
     ]
     if len(result.facts) > 1:
         headline.append((f"{len(result.facts):,}", "checkpoints"))
-    damping = result.facts[0].get("damping") if result.facts else None
-    if isinstance(damping, float | int):
-        headline.append((number(damping), "damping" if len(result.facts) == 1 else "damping, first checkpoint"))
+    if has_classes(result.queries) and (wrong := int(disagrees(result.queries).sum())):
+        headline.append((f"{wrong:,}", "queries the model gets wrong" if wrong != 1 else "query the model gets wrong"))
     return headline
+
+
+def _damping(result: InfluenceResult) -> str:
+    """What was added to the curvature, as a multiple of its mean eigenvalue where there is one number for all; empty without any."""
+    facts = result.facts[0] if result.facts else {}
+    damping, mean = facts.get("damping"), facts.get("mean_eigenvalue")
+    if not isinstance(damping, float) or not isinstance(mean, float) or not damping or not mean:
+        return ""
+    return f"{number(damping)}, {number(damping / mean)} times the mean eigenvalue"
 
 
 def _self_influences(result: InfluenceResult) -> list[dict[str, Any]]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from itertools import zip_longest
 from typing import Any, TextIO
 
 from rich.table import Table
 from rich.text import Text
 
-from psgrad.reports.influence_words import Example, examples, header, query_title, reported_queries
+from psgrad.reports.influence_words import Example, beyond_note, checked_rows, examples, header, query_title, reported_queries
 from psgrad.reports.planning import amount
 from psgrad.reports.terminal import print_table
 from psgrad.reports.words import MISSING, count
@@ -26,6 +27,12 @@ def write_influence(result: InfluenceResult, top: int, style: str, stream: TextI
         stream.write("\n")
         return
     stream.write(header(result) + "\n")
+    if note := beyond_note(result):
+        stream.write(note + "\n")
+    if result.check is not None:
+        stream.write("\nLargest changes, predicted and found\n")
+        print_table(check_table(result), stream)
+        stream.write(result.check.words + "\n")
     for query in reported_queries(result, SHOWN_QUERIES):
         stream.write(f"\n{query_title(result, query)}\n")
         print_table(sides_table(*examples(result, query, top)), stream)
@@ -39,11 +46,25 @@ def influence_content(result: InfluenceResult) -> dict[str, Any]:
         "method": result.method,
         "sign": SIGN,
         "unit": result.unit,
+        "predicts_removal": result.predicts_removal,
         "measurement": result.measurement,
+        "check": None if result.check is None else {**asdict(result.check), "words": result.check.words},
         "warnings": result.warnings,
         "folder": str(result.folder),
         "scores": scores.to_dict("records"),
     }
+
+
+def check_table(result: InfluenceResult) -> Table:
+    """The removals that were checked, a row each."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("without", "change of"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("predicted", "found"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in checked_rows(result):
+        table.add_row(*map(Text, row))
+    return table
 
 
 def sides_table(proponents: list[Example], opponents: list[Example]) -> Table:

@@ -12,6 +12,9 @@ from psgrad.results import ALL_INDEX, ALL_QUERIES, SIGN, InfluenceResult, TopSam
 
 UNIT_LIMIT = 260
 
+BEYOND = "!"
+BEYOND_NOTE = "!: the score predicts that the loss falls by more than it is, which it cannot. It ranks, and is no amount."
+
 _METHODS = {
     "influence": "influence function",
     "gradient_dot": "gradient dot product",
@@ -27,7 +30,8 @@ _METHODS = {
 class Example:
     """A query, or a training example beside it.
 
-    score: written out; empty for a query. spread: its standard deviation over checkpoints, "± 0.002"; empty where there is none.
+    score: written out, with a ! behind it where it is beyond what the query's loss can fall by; empty for a query. spread: its standard
+    deviation over checkpoints, "± 0.002"; empty where there is none.
     differs: whether the model's prediction is another class than the label.
     """
 
@@ -57,6 +61,26 @@ def unit_words(result: InfluenceResult) -> str:
 def header(result: InfluenceResult) -> str:
     """What stands above every list of scores: the method, the unit and the sign."""
     return f"{method_words(result.method)}; {SIGN}\nunit: {unit_words(result)}"
+
+
+def beyond_note(result: InfluenceResult) -> str:
+    """What the mark of a score beyond the query's loss says; empty where no ranked score has it."""
+    scores = result.scores
+    return BEYOND_NOTE if "beyond_loss" in scores and bool(scores["beyond_loss"].any()) else ""
+
+
+def checked_rows(result: InfluenceResult) -> list[tuple[str, str, str, str]]:
+    """Of each removal that was checked: the training example, on what, the change that is predicted, and the one that was found."""
+    removals = [] if result.check is None else result.check.removals
+    return [
+        (
+            identifier(each.train_id),
+            "itself" if each.query_index is None else identifier(each.query_id),
+            signed(each.predicted),
+            signed(each.found),
+        )
+        for each in removals
+    ]
 
 
 def examples(result: InfluenceResult, query_index: int, k: int) -> tuple[list[Example], list[Example]]:
@@ -94,8 +118,8 @@ def query_title(result: InfluenceResult, query_index: int) -> str:
 
 
 def reported_queries(result: InfluenceResult, count: int) -> list[int]:
-    """What is reported of: all queries together, unless there is but one, and each of the first few."""
-    first = shown_queries(result.queries, count)
+    """What is reported of: all queries together, unless there is but one, and each of a few, as `shown_queries` chooses them."""
+    first = shown_queries(result.queries, count, result.larger_is_worse)
     return first if (result.queries["status"] == "ok").sum() == 1 else [ALL_INDEX, *first]
 
 
@@ -115,7 +139,7 @@ def _example(result: InfluenceResult, pair: dict[Any, Any], known: dict[int, dic
     spread = pair.get("score_std")
     return Example(
         rank=int(pair["rank"]),
-        score=signed(pair["score"]),
+        score=signed(pair["score"]) + (BEYOND if pair.get("beyond_loss") is True else ""),
         spread="" if spread is None or pd.isna(spread) else f"± {spread:.2g}",
         id=identifier(pair["train_id"]),
         label=label(row.get("target"), result.class_names),

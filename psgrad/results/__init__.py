@@ -22,8 +22,10 @@ from psgrad.results.influence import QUERY_COLUMNS as QUERY_COLUMNS
 from psgrad.results.influence import SCORE_COLUMNS as SCORE_COLUMNS
 from psgrad.results.influence import SIGN as SIGN
 from psgrad.results.influence import TRAINING_COLUMNS as TRAINING_COLUMNS
+from psgrad.results.influence import CheckedRemoval as CheckedRemoval
 from psgrad.results.influence import IndexResult as IndexResult
 from psgrad.results.influence import InfluenceResult as InfluenceResult
+from psgrad.results.influence import RemovalCheck as RemovalCheck
 from psgrad.results.influence import carriers as carriers
 from psgrad.results.influence import cumulative_influence as cumulative_influence
 from psgrad.results.influence import pairs_of as pairs_of

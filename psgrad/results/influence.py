@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from psgrad.results.analyze import TopSample
+from psgrad.results.analyze import TopSample, disagrees
 
 Array = np.ndarray[Any, Any]
 
@@ -20,9 +20,57 @@ SIGN = "positive: the training example helps the query; negative: it hurts"
 ALL_QUERIES = "(all)"
 ALL_INDEX = -1
 
-SCORE_COLUMNS = ("query_id", "query_index", "layer", "rank", "train_id", "train_index", "score", "score_std", "rank_stability")
+# beyond_loss: whether a score predicts that a loss which is never negative falls by more than it is.
+SCORE_COLUMNS = (
+    "query_id",
+    "query_index",
+    "layer",
+    "rank",
+    "train_id",
+    "train_index",
+    "score",
+    "score_std",
+    "rank_stability",
+    "beyond_loss",
+)
 QUERY_COLUMNS = ("id", "index", "target", "prediction", "confidence", "measurement", "status")
 TRAINING_COLUMNS = ("id", "index", "target", "prediction", "confidence", "loss", "grad_norm", "self_influence", "overall", "status")
+
+
+@dataclass(frozen=True)
+class CheckedRemoval:
+    """A predicted change, and the one that was found: the query's measurement, for the worse, without the training example.
+
+    query_index: of the queries; None where the change is that of the training example's own loss.
+    """
+
+    train_id: str
+    train_index: int
+    query_id: str
+    query_index: int | None
+    predicted: float
+    found: float
+
+
+@dataclass(frozen=True)
+class RemovalCheck:
+    """Some of the largest predicted changes, beside what training on from the given weights found.
+
+    steps: how many were taken. converged: whether that reached the minima of the training objectives, which is retraining.
+    """
+
+    steps: int
+    converged: bool
+    removals: list[CheckedRemoval]
+
+    @property
+    def words(self) -> str:
+        """What was found, and how."""
+        how = "to the minimum" if self.converged else f"for {self.steps} step{'' if self.steps == 1 else 's'} of the full gradient"
+        return (
+            f"Found: training went on from these weights {how}, with all rows and without the one, by the scores' own inverse curvature; "
+            "the difference between the two."
+        )
 
 
 @dataclass(frozen=True)
@@ -31,7 +79,8 @@ class InfluenceResult:
 
     `scores` has one row a ranked pair, with SCORE_COLUMNS: within a query (and a `layer`, where layers were asked for; "" is all of them)
     rank 1 is the strongest proponent, -1 the strongest opponent. Rows of `query_index` -1 rank for the queries as a whole, by the mean of
-    their scores. With several checkpoints `score_std` is the score's standard deviation over them, and `rank_stability` the share of
+    their scores. Where scores predict a change of a loss that is never negative, `beyond_loss` says which predict a fall by more than that
+    loss is. With several checkpoints `score_std` is the score's standard deviation over them, and `rank_stability` the share of
     them in which the example is among that query's strongest of its sign by itself.
 
     `queries` has one row a query with QUERY_COLUMNS (`measurement`: its value), `training` one a training example with TRAINING_COLUMNS
@@ -41,9 +90,10 @@ class InfluenceResult:
     `shown` holds all n scores of the first few queries, query index -> [n] (NaN: excluded), `query_inputs` and `training_inputs` the
     inputs of what is shown, index -> input: see `shown_rows`.
 
-    `unit` says what a score is. `predicts_removal`: whether it is the change on removal of the example. `measurement` is what of a query
-    is explained. `facts` are what the method says of its fit (damping, residual, iterations, spectrum), for each checkpoint; `warnings` are
-    for people. `manifest` is what manifest.json holds; the reports read the keys that `AnalyzeResult` names.
+    `unit` says what a score is. `predicts_removal`: whether it is the change on removal of the example, and `check` what a few such
+    changes are where training goes on; None where that was not tried. `measurement` is what of a query is explained, and
+    `larger_is_worse` its sense. `facts` are what the method says of its fit (damping, residual, iterations, spectrum), for each
+    checkpoint; `warnings` are for people. `manifest` is what manifest.json holds; the reports read the keys that `AnalyzeResult` names.
     """
 
     scores: pd.DataFrame
@@ -61,6 +111,8 @@ class InfluenceResult:
     facts: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     class_names: list[str] | None = None
+    check: RemovalCheck | None = None
+    larger_is_worse: bool = True
 
 
 def ranked_pairs(
@@ -107,14 +159,24 @@ def pairs_of(scores: pd.DataFrame, query_index: int, k: int) -> tuple[pd.DataFra
     return proponents, opponents
 
 
-def shown_queries(queries: pd.DataFrame, count: int) -> list[int]:
-    """The places of the first few queries that have scores."""
-    return [int(index) for index in queries.loc[queries["status"] == "ok", "index"].head(count)]
+def shown_queries(queries: pd.DataFrame, count: int, larger_is_worse: bool = True) -> list[int]:
+    """The rows of the queries that are reported by themselves: those that the model gets wrong before the others, and of both the worst
+    by their measurement first. Queries without scores are not among them.
+
+    larger_is_worse: of the measurement.
+    """
+    scored = queries[queries["status"] == "ok"]
+    worst = scored["measurement"] * (-1 if larger_is_worse else 1) if "measurement" in scored else 0
+    order = scored.assign(right=~disagrees(scored), worst=worst).sort_values(["right", "worst"], kind="stable")
+    return [int(index) for index in order["index"].head(count)]
 
 
-def shown_rows(scores: pd.DataFrame, queries: pd.DataFrame, query_count: int, k: int) -> tuple[list[int], list[int]]:
-    """Which queries and which training examples a report shows the inputs of: the first queries, the k strongest of each and of all."""
-    first = shown_queries(queries, query_count)
+def shown_rows(
+    scores: pd.DataFrame, queries: pd.DataFrame, query_count: int, k: int, larger_is_worse: bool = True
+) -> tuple[list[int], list[int]]:
+    """Which queries and which training examples a report shows the inputs of: those of `shown_queries`, the k strongest of each and of
+    all."""
+    first = shown_queries(queries, query_count, larger_is_worse)
     pairs = [side for query in (ALL_INDEX, *first) for side in pairs_of(scores, query, k)]
     return first, sorted({int(row) for side in pairs for row in side["train_index"]})
 

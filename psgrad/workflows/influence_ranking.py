@@ -41,21 +41,22 @@ def rank(
     setup: InfluenceSetup,
     fitted: Sequence[Fitted],
     divisors: Sequence[torch.Tensor] | None,
-    shown: int,
+    shown: Sequence[int],
     matrix: bool,
     progress: Callable[[Progress], None],
 ) -> Rankings:
     """Score all training examples for all queries, some queries at a time where their gradients would not fit in memory.
 
-    shown: of so many queries all scores are kept.
+    shown: of these queries, named by their rows, all scores are kept.
     """
     wanted, n, m = setup.run.config.influence, len(setup.training_rows), len(setup.query_rows)
     size = queries_at_once(setup)
     blocks = []
+    kept = range(m) if matrix else np.flatnonzero(np.isin(setup.query_rows, shown)).tolist()
     for first in range(0, m, size):
         places = range(first, min(first + size, m))
         asked = [replace(moment.queries, read=_some(moment.queries.read, first), count=len(places)) for moment in setup.moments]
-        block = _Block(wanted.top, len(places) if matrix else max(0, min(shown - first, len(places))))
+        block = _Block(wanted.top, [place - first for place in kept if place in places])
         for joined in joined_scores(setup.method, fitted, asked, "total" if wanted.layers == "none" else wanted.layers, divisors):
             totals = tuple(map(with_total, joined.single))
             block.add(replace(joined, scores=with_total(joined.scores), single=totals))
@@ -78,12 +79,12 @@ def _some(read: Read, first: int) -> Read:
 class _Block:
     """What is kept of the scores of m queries while the training examples stream past.
 
-    strongest: label -> of all checkpoints together, then of each. columns: the scores of the first `wanted` queries, part by part.
+    strongest: label -> of all checkpoints together, then of each. columns: the scores of the queries at the places `wanted`, part by part.
     sums: label -> parts of [2, n, 1 + checkpoints], of all checkpoints together and of each: the sum over these queries of the scores that
     are not NaN, and how many are not.
     """
 
-    def __init__(self, top: int, wanted: int) -> None:
+    def __init__(self, top: int, wanted: list[int]) -> None:
         self.top, self.wanted, self.m = top, wanted, 0
         self.strongest: dict[str, list[Strongest]] = {}
         self.columns: list[torch.Tensor] = []
@@ -99,10 +100,10 @@ class _Block:
                 strongest.add(block.start, own)
             whole = torch.stack([scores, *single], 2).double()
             self.sums.setdefault(label, []).append(torch.stack([whole.nansum(1), (~whole.isnan()).sum(1)]))
-        self.columns.append(next(iter(block.scores.values()))[:, : self.wanted])
+        self.columns.append(next(iter(block.scores.values()))[:, self.wanted])
 
 
-def _assembled(setup: InfluenceSetup, blocks: list[_Block], shown: int, matrix: bool) -> Rankings:
+def _assembled(setup: InfluenceSetup, blocks: list[_Block], shown: Sequence[int], matrix: bool) -> Rankings:
     ids, rows = setup.run.samples.ids, setup.training_rows
     query_ids = setup.query_reader.samples.ids[setup.query_rows]
     labels, named = list(blocks[0].strongest), setup.run.config.influence.layers != "none"
@@ -123,7 +124,8 @@ def _assembled(setup: InfluenceSetup, blocks: list[_Block], shown: int, matrix: 
         if label == labels[0]:
             overall = means[:, 0].numpy()
     columns = torch.cat([torch.cat(block.columns) for block in blocks], 1).numpy()
-    first = {row: _spread(setup, column) for row, column in zip(setup.query_rows[:shown].tolist(), columns.T, strict=False)}
+    of = setup.query_rows if matrix else setup.query_rows[np.isin(setup.query_rows, shown)]
+    first = {row: _spread(setup, column) for row, column in zip(of.tolist(), columns.T, strict=True) if row in shown}
     everything = {"scores": columns, "train_index": rows, "query_index": setup.query_rows} if matrix else None
     return Rankings(pd.concat(parts, ignore_index=True), overall, first, everything)
 

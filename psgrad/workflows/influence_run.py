@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,13 @@ from psgrad.engine.influence.scoring import divisor
 from psgrad.engine.influence.screening import Screened, screened
 from psgrad.errors import InfluenceError
 from psgrad.results import InfluenceResult, Progress
-from psgrad.results.influence import QUERY_COLUMNS, SIGN, TRAINING_COLUMNS, shown_rows
+from psgrad.results.influence import QUERY_COLUMNS, SIGN, TRAINING_COLUMNS, RemovalCheck, shown_queries, shown_rows
 from psgrad.storage import RunFolder
+from psgrad.workflows.influence_check import check_removals, marked_beyond_loss
 from psgrad.workflows.influence_indexing import open_index, screened_rows
 from psgrad.workflows.influence_method import told_as_own
 from psgrad.workflows.influence_ranking import Rankings, rank
-from psgrad.workflows.influence_setup import InfluenceSetup, chosen_rows, set_up_influence, told_of_queries
+from psgrad.workflows.influence_setup import InfluenceSetup, chosen_rows, set_up_influence, told_of_queries, unit_of
 from psgrad.workflows.record import Clock, describe_run, recorded
 from psgrad.workflows.shown_inputs import input_of
 
@@ -31,6 +32,8 @@ Say = Callable[[Progress], None]
 # What the report shows in pictures: so many queries, and of each so many examples of either sign.
 _SHOWN_QUERIES = 6
 _SHOWN_EXAMPLES = 8
+# What the check of a few removals may take after its first step: seconds, or a share of what the scores took.
+_CHECK_SECONDS, _CHECK_SHARE = 10.0, 0.5
 
 
 def influence(
@@ -63,14 +66,25 @@ def influence(
             own = self_influence(setup, fitted, warnings)
             divisors = divisors_of(setup, fitted)
         with clock("scores"), told_as_own(config.influence.method.name):
-            rankings = rank(setup, fitted, divisors, _SHOWN_QUERIES, matrix, progress)
+            queries = query_table(setup, looks)
+            shown = shown_queries(queries, _SHOWN_QUERIES, setup.measurement.sign > 0)
+            rankings = rank(setup, fitted, divisors, shown, matrix, progress)
             tell_of_unranked(setup, rankings, warnings)
+        facts["influence"]["unit"] = unit_of(setup, fitted)
+        check = None
+        if facts["influence"]["predicts_removal"]:
+            losses = queries[queries["status"] == "ok"].set_index("index")["measurement"]
+            rankings = replace(rankings, scores=marked_beyond_loss(setup, rankings.scores, losses, warnings))
+            with clock("check"), told_as_own(config.influence.method.name):
+                seconds = max(_CHECK_SECONDS, _CHECK_SHARE * (clock.seconds["fit"] + clock.seconds["scores"]))
+                check = check_removals(setup, fitted, rankings.scores, own, seconds, warnings)
+            facts["influence"]["check"] = None if check is None else {**asdict(check), "words": check.words}
         facts["influence"]["fit"] = [each.facts for each in fitted]
         facts["influence"]["warnings"] = warnings.said
         facts["counts"] = looks.counts()
         facts["timings"] = clock.seconds
         with clock("tables"):
-            result = _result(setup, looks, rankings, own, fitted, facts, folder, warnings.said)
+            result = _result(setup, looks, queries, shown, rankings, own, fitted, facts, folder, warnings.said, check)
             write_tables(result, rankings, folder)
         if report:
             from psgrad.reports.influence import write_influence_report  # which is all that needs matplotlib
@@ -100,7 +114,7 @@ def described(setup: InfluenceSetup) -> dict[str, Any]:
         "influence": {
             "method": setup.method.name,
             "sign": SIGN,
-            "unit": setup.unit,
+            "unit": unit_of(setup),
             "predicts_removal": setup.method.predicts_removal and wanted.normalize == "none",
             "measurement": setup.measurement.name,
             "normalize": wanted.normalize,
@@ -199,17 +213,19 @@ def divisors_of(setup: InfluenceSetup, fitted: Sequence[Fitted]) -> list[torch.T
 def _result(
     setup: InfluenceSetup,
     looks: Looks,
+    queries: pd.DataFrame,
+    shown: list[int],
     rankings: Rankings,
     own: np.ndarray | None,
     fitted: Sequence[Fitted],
     facts: dict[str, Any],
     folder: RunFolder,
     warnings: list[str],
+    check: RemovalCheck | None,
 ) -> InfluenceResult:
     config, samples = setup.run.config, setup.run.samples
-    queries = query_table(setup, looks)
     training = training_table(setup, looks, own, rankings.overall)
-    first, examples = shown_rows(rankings.scores, queries, _SHOWN_QUERIES, _SHOWN_EXAMPLES)
+    _, examples = shown_rows(rankings.scores, queries, _SHOWN_QUERIES, _SHOWN_EXAMPLES, setup.measurement.sign > 0)
     seen = config.report.include_inputs
     return InfluenceResult(
         scores=rankings.scores,
@@ -222,11 +238,13 @@ def _result(
         predicts_removal=facts["influence"]["predicts_removal"],
         measurement=setup.measurement.name,
         shown=rankings.shown,
-        query_inputs={row: input_of(setup.query_reader.samples, row) for row in first} if seen else {},
+        query_inputs={row: input_of(setup.query_reader.samples, row) for row in shown} if seen else {},
         training_inputs={row: input_of(samples, row) for row in examples} if seen else {},
         facts=[each.facts for each in fitted],
         warnings=warnings,
         class_names=config.data.class_names,
+        check=check,
+        larger_is_worse=setup.measurement.sign > 0,
     )
 
 
@@ -273,9 +291,12 @@ def training_table(setup: InfluenceSetup, looks: Looks, own: np.ndarray | None, 
 
 def write_tables(result: InfluenceResult, rankings: Rankings, folder: RunFolder) -> None:
     """scores.parquet and scores.csv, self_influence.parquet, queries.parquet, and the matrix where it is wanted."""
-    folder.write_table("scores.parquet", result.scores)
-    folder.write_csv("scores.csv", result.scores)
-    folder.write_table("self_influence.parquet", result.training)
+    # pandas keeps `attrs` in the file's metadata; a CSV file has none, and says it in a column.
+    for name, frame in (("scores.parquet", result.scores), ("self_influence.parquet", result.training)):
+        said = frame.copy()
+        said.attrs = {"unit": result.unit, "sign": SIGN, "predicts_removal": result.predicts_removal}
+        folder.write_table(name, said)
+    folder.write_csv("scores.csv", result.scores.assign(unit=result.unit))
     folder.write_table("queries.parquet", result.queries)
     if rankings.matrix is not None:
         from safetensors.numpy import save

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -12,7 +12,7 @@ import torch
 from psgrad.config import CheckpointConfig, Config
 from psgrad.engine.examples import Examples
 from psgrad.engine.gradients.loading import Read
-from psgrad.engine.influence.method import Checkpoint, Method
+from psgrad.engine.influence.method import REMOVAL, UNCALIBRATED, Checkpoint, Fitted, Method
 from psgrad.engine.measures.predictions import summary_for
 from psgrad.engine.objective import Objective
 from psgrad.errors import ConfigError, DataError, LossError, ModelError
@@ -51,10 +51,12 @@ class InfluenceSetup:
     query_rows: np.ndarray
     training_rows: np.ndarray
 
-    @property
-    def unit(self) -> str:
-        """What a score is, for headers."""
-        return self.method.unit.format(change=self.measurement.change) + _DIVIDED[self.run.config.influence.normalize]
+
+def unit_of(setup: InfluenceSetup, fitted: Sequence[Fitted] = ()) -> str:
+    """What a score is, for headers. fitted: the method at each checkpoint, once there is one."""
+    calibrated = setup.method.unit == UNCALIBRATED and len(fitted) > 0 and all(each.calibrated for each in fitted)
+    unit = REMOVAL if calibrated else setup.method.unit
+    return unit.format(change=setup.measurement.change) + _DIVIDED[setup.run.config.influence.normalize]
 
 
 _DIVIDED: dict[str, str] = {

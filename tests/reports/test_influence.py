@@ -17,7 +17,7 @@ from psgrad.reports.influence_html import flattened, render_influence
 from psgrad.reports.influence_plots import draw_influence_plots
 from psgrad.reports.influence_terminal import summary, write_influence
 from psgrad.reports.influence_words import examples, signed
-from psgrad.results import ALL_INDEX, SIGN, InfluenceResult, TopSample, pairs_of
+from psgrad.results import ALL_INDEX, SIGN, CheckedRemoval, InfluenceResult, RemovalCheck, TopSample, pairs_of, shown_queries
 from tests.reports.influence_runs import UNIT, made_up, result
 from tests.reports.test_html import LIMIT_BYTES, Page
 
@@ -69,14 +69,16 @@ def test_the_page_shows_each_query_with_what_helps_and_hurts_it() -> None:
     found = result()
     page = _page(found)
     assert "All 20 queries" in page.text
-    for query in (ALL_INDEX, *range(6)):
+    shown = shown_queries(found.queries, 7)
+    for query in (ALL_INDEX, *shown[:6]):
         for side in pairs_of(found.scores, query, 6):
             for pair in side.to_dict("records"):
                 assert pair["train_id"] in page.text
                 assert signed(pair["score"]) in page.text
-    assert "Query test-00005: label" in page.text
-    assert "Query test-00006" not in page.text
-    assert "The first 6 of 20 queries are shown" in page.text
+    titles = [page.text.index(f"Query test-{query:05d}: label") for query in shown[:6]]
+    assert titles == sorted(titles)
+    assert f"Query test-{shown[6]:05d}" not in page.text
+    assert "6 of 20 queries are shown: those that the model gets wrong, the worst first" in page.text
     assert _pictures(page) == 6 + 7 * 12
 
 
@@ -110,6 +112,43 @@ def test_warnings_and_excluded_rows_are_counted_and_named() -> None:
     assert "excluded" not in _page(result(nonfinite=0)).text.replace("excluded, not finite", "")
 
 
+def test_page_checked_removals_and_scores_beyond_the_loss() -> None:
+    found = result()
+    query = shown_queries(found.queries, 1)[0]
+    beyond = (found.scores["query_index"] == query) & (found.scores["rank"] == -1)
+    removals = [
+        CheckedRemoval("digit-00003", 3, "test-00001", 1, -6.11, -0.0042),
+        CheckedRemoval("digit-00007", 7, "digit-00007", None, 48.0, 0.9),
+    ]
+    told = replace(found, scores=found.scores.assign(beyond_loss=beyond), check=RemovalCheck(10, False, removals))
+    marked = signed(found.scores.loc[beyond, "score"].item()) + "!"
+    for text in (_page(told).text, _terminal(told)):
+        for words in ("-6.11", "-0.00420", "itself", "+48.0", "+0.900", "for 10 steps of the full gradient", "and is no amount", marked):
+            assert words in text
+    content = json.loads(_terminal(told, style="json"))
+    assert content["check"]["removals"][0] == {
+        "train_id": "digit-00003",
+        "train_index": 3,
+        "query_id": "test-00001",
+        "query_index": 1,
+        "predicted": -6.11,
+        "found": -0.0042,
+    }
+    assert content["predicts_removal"] is True
+    plain = _page(found).text
+    assert "and is no amount" not in plain
+    assert "predicted and found" not in plain
+
+
+def test_page_damping_is_explained_and_no_headline() -> None:
+    found = result(facts=[{"damping": 0.0004983, "mean_eigenvalue": 0.0004983}])
+    html = render_influence(found, [])
+    headline = html[html.index("<body") : html.index("What was asked")]
+    assert "damping" not in headline.lower()
+    assert "0.0004983, 1 times the mean eigenvalue" in html
+    assert "Keep it unless" in html
+
+
 def test_an_excluded_query_is_named_and_not_shown() -> None:
     found = result(m=3)
     page = _page(replace(found, queries=found.queries.assign(status=["nonfinite", "ok", "ok"])))
@@ -124,7 +163,7 @@ def test_several_checkpoints_have_a_spread_and_each_its_facts() -> None:
     page = _page(two)
     assert "over checkpoints" in page.text
     assert "0.25, 0.75" in page.text
-    pair = pairs_of(found.scores, 0, 1)[0].iloc[0]
+    pair = pairs_of(found.scores, shown_queries(found.queries, 1)[0], 1)[0].iloc[0]
     assert f"± {pair['score_std']:.2g}" in page.text
 
 
@@ -270,7 +309,8 @@ def test_scores_are_written_with_their_sign(score: float, words: str) -> None:
 
 def test_an_example_is_described_by_its_own_row() -> None:
     found = result()
-    for side, pairs in zip(examples(found, 0, 4), pairs_of(found.scores, 0, 4), strict=True):
+    query = shown_queries(found.queries, 1)[0]
+    for side, pairs in zip(examples(found, query, 4), pairs_of(found.scores, query, 4), strict=True):
         for example, pair in zip(side, pairs.to_dict("records"), strict=True):
             row: dict[Any, Any] = found.training.loc[pair["train_index"]].to_dict()
             assert (example.id, example.label, example.prediction) == (row["id"], str(row["target"]), str(row["prediction"]))

@@ -19,7 +19,7 @@ Scores = dict[str, torch.Tensor]  # label of a layer ("" for all of them) -> [k,
 # worse: "rise of the query's loss, in nats", or "fall of the query's margin, in nats".
 REMOVAL = "predicted {change}, if the training example were removed"
 # The same of scores whose sizes nothing vouches for: the curvature is damped or approximate, or the model is no convex problem's solution.
-UNCALIBRATED = f"uncalibrated: {REMOVAL}"
+UNCALIBRATED = "predicted {change} (uncalibrated), if the training example were removed"
 # Of scores that rank, and whose sizes mean nothing.
 RELATIVE = "relative, no unit"
 
@@ -65,7 +65,7 @@ class Checkpoint:
 class Method(ABC):
     """A method with its options: kinds are frozen dataclasses, one file each in `methods/`.
 
-    name: as in a config. unit: of a score, for headers; see REMOVAL for what stands in it, which it becomes where all fits are `calibrated`.
+    name: as in a config. unit: of a score, for headers; see REMOVAL for what stands in it, which it becomes where fits are `calibrated`.
     predicts_removal: whether scores are the change on removal.
     """
 
@@ -118,6 +118,10 @@ class Fitted(ABC):
     def self_influence(self) -> Iterator[SelfBlock]:
         """Each training example's influence on itself, in blocks, in order."""
 
+    def solver(self) -> Preconditioned | None:
+        """What multiplies with the inverse of the curvature; None for methods without one."""
+        return None
+
 
 class Preconditioned(Fitted):
     """score = <A g_q, g_i>: the queries' gradients g_q are multiplied by a matrix A once, and the training gradients g_i stream past."""
@@ -125,6 +129,9 @@ class Preconditioned(Fitted):
     def __init__(self, training: Examples) -> None:
         self.training = training
         self.facts = {}
+
+    def solver(self) -> Preconditioned | None:
+        return self
 
     @abstractmethod
     def precondition(self, vectors: Vectors) -> Vectors:

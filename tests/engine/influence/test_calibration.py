@@ -134,4 +134,4 @@ def test_units_of_methods_say_what_is_no_amount() -> None:
             assert "removed" not in method.unit
     for method in (EKFAC(fisher="empirical"), Influence(curvature="fisher")):
         assert (method.unit, method.predicts_removal) == (RELATIVE, False)
-    assert Influence(solver="arnoldi").unit.startswith("uncalibrated")
+    assert "(uncalibrated)" in Influence(solver="arnoldi").unit

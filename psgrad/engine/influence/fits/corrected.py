@@ -51,6 +51,9 @@ class Corrected(Fitted):
         self.facts = {**plain.facts, "largest_leverage": float(self.leverage.largest.max())}
         self.calibrated = plain.calibrated
 
+    def solver(self) -> Preconditioned | None:
+        return self.plain
+
     def with_damping(self, *, damping: float | None = None, relative: float | None = None) -> Corrected:
         """As that of the fit."""
         return Corrected(self.plain.with_damping(damping=damping, relative=relative))

@@ -36,6 +36,9 @@ class AtOutput(Fitted):
         self.has_self_influence = fitted.has_self_influence
         self.facts, self.calibrated = fitted.facts, fitted.calibrated
 
+    def solver(self) -> Preconditioned | None:
+        return self.fitted.solver()
+
     def with_damping(self, *, damping: float | None = None, relative: float | None = None) -> AtOutput:
         """As that of the fit."""
         fitted: Any = self.fitted

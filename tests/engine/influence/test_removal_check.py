@@ -1,0 +1,87 @@
+"""Training that goes on without a row: the retrained truth where that is one, and never an impossible amount."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from psgrad.engine.influence.method import Preconditioned
+from psgrad.engine.influence.methods.ekfac import EKFAC
+from psgrad.engine.influence.methods.influence import Influence
+from psgrad.engine.influence.removal_check import Continued, continued
+from tests.engine.influence.problems import (
+    SoftmaxRegression,
+    classified,
+    cross_entropy,
+    digits,
+    examples,
+    linear,
+    mlp,
+    trained_digits_mlp,
+)
+from tests.engine.influence.runs import fit, scores
+
+
+def inverse(method: Influence | EKFAC, training: object) -> Preconditioned:
+    found = fit(method, training).solver()  # type: ignore[arg-type]
+    assert found is not None
+    return found
+
+
+def test_convex_training_continued_without_a_row_is_retraining() -> None:
+    inputs, labels = classified(60)
+    problem = SoftmaxRegression.of(inputs, labels, 0.02)
+    weights = problem.solve()
+    training = examples(linear(weights), cross_entropy, inputs, labels)
+    asked, wanted = classified(4, seed=9)
+    queries = examples(linear(weights), cross_entropy, asked, wanted)
+    rows = [3, 17, 40]
+    for method in (Influence(weight_decay=0.02), EKFAC(weight_decay=0.02, fisher="exact")):
+        found = continued(inverse(method, training), rows, 0.02, steps=200)
+        assert found.converged
+        for query in range(4):
+            truth = [
+                problem.losses(problem.without(row).solve(), asked, wanted)[query] - problem.losses(weights, asked, wanted)[query]
+                for row in rows
+            ]
+            np.testing.assert_allclose(found.changes(queries, query).numpy(), truth, rtol=2e-3, atol=1e-7)
+
+
+def test_one_step_is_the_step_of_the_score() -> None:
+    """To first order, and at weights where all rows together have a gradient: it is the same in all trainings."""
+    inputs, labels = classified(50)
+    model = mlp()
+    training = examples(model, cross_entropy, inputs, labels)
+    asked, wanted = classified(3, seed=9)
+    queries = examples(model, cross_entropy, asked, wanted)
+    method = Influence(damping=30.0)  # steps so small that the loss is as good as linear
+    found = continued(inverse(method, training), [5, 8], 0.0, steps=1)
+    assert found.steps == 1
+    predicted = scores(fit(method, training), queries)[[5, 8]]
+    for query in range(3):
+        np.testing.assert_allclose(found.changes(queries, query).numpy(), predicted[:, query], rtol=0.02)
+
+
+def test_found_falls_are_never_beyond_the_loss() -> None:
+    """Of a network whose scores are: those of EK-FAC with the empirical Fisher and a small damping."""
+    inputs, labels, asked, wanted = digits()
+    model = trained_digits_mlp()
+    training = examples(model, cross_entropy, inputs[:300], labels[:300])
+    queries = examples(model, cross_entropy, asked, wanted)
+    fitted = fit(EKFAC(fisher="empirical", relative_damping=1e-3), training)
+    predicted = scores(fitted, queries)
+    losses = torch.cat([found["loss"] for _, found in queries.norms()]).numpy()
+    impossible = np.argwhere(predicted < -losses)
+    assert len(impossible) > 100
+    row, query = impossible[np.argmin(predicted[tuple(impossible.T)] + losses[impossible[:, 1]])]
+    change = float(
+        continued(inverse(EKFAC(fisher="empirical", relative_damping=1e-3), training), [row], 0.0, steps=3).changes(queries, query)[0]
+    )
+    assert -losses[query] <= change < 0.1 * abs(predicted[row, query])
+
+
+def test_steps_that_fit_in_the_time_are_taken() -> None:
+    inputs, labels = classified(50)
+    training = examples(mlp(), cross_entropy, inputs, labels)
+    found: Continued = continued(inverse(Influence(), training), [5], 0.0, seconds=0.0)
+    assert (found.steps, found.converged) == (1, False)
