@@ -27,7 +27,15 @@ from psgrad.cli.validate import validate
 
 
 class _Commands(TyperGroup):
-    """Commands of one word or of two: `psgrad influence CONFIG` beside `psgrad influence index CONFIG`."""
+    """Commands of one word or of two: `psgrad influence CONFIG` beside `psgrad influence index CONFIG`. Their flags take no value, and
+    `--help` shows none."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        for command in self.commands.values():
+            for param in command.params:
+                if getattr(param, "is_flag", False):
+                    param.metavar = ""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         two = " ".join(args[:2])

@@ -15,7 +15,9 @@ from psgrad.engine.influence.index.opened import from_index
 from psgrad.engine.influence.method import Fitted
 from psgrad.engine.influence.scoring import divisor
 from psgrad.engine.influence.screening import Screened, screened
+from psgrad.engine.influence.solvers.work import solved_products
 from psgrad.errors import InfluenceError
+from psgrad.reports.planning import duration
 from psgrad.results import InfluenceResult, Progress
 from psgrad.results.influence import QUERY_COLUMNS, SIGN, TRAINING_COLUMNS, RemovalCheck, shown_queries, shown_rows
 from psgrad.storage import RunFolder
@@ -34,6 +36,8 @@ _SHOWN_QUERIES = 6
 _SHOWN_EXAMPLES = 8
 # What the check of a few removals may take after its first step: seconds, or a share of what the scores took.
 _CHECK_SECONDS, _CHECK_SHARE = 10.0, 0.5
+# What self-influence by a solve an example may be predicted to take, where the config leaves it open.
+_SELF_SECONDS = 30.0
 
 
 def influence(
@@ -62,14 +66,15 @@ def influence(
             setup, looks = without_nonfinite(setup, known, warnings)
         with clock("fit"), told_as_own(config.influence.method.name):
             fitted = [setup.method.fit(moment.training, moment.checkpoint) for moment in setup.moments]
-        with clock("self-influence"), told_as_own(config.influence.method.name):
-            own = self_influence(setup, fitted, warnings)
+        with clock("normalize"), told_as_own(config.influence.method.name):
             divisors = divisors_of(setup, fitted)
         with clock("scores"), told_as_own(config.influence.method.name):
             queries = query_table(setup, looks)
             shown = shown_queries(queries, _SHOWN_QUERIES, setup.measurement.sign > 0)
             rankings = rank(setup, fitted, divisors, shown, matrix, progress)
             tell_of_unranked(setup, rankings, warnings)
+        with clock("self-influence"), told_as_own(config.influence.method.name):
+            own = self_influence(setup, fitted, clock.seconds["scores"], warnings)
         facts["influence"]["unit"] = unit_of(setup, fitted)
         check = None
         if facts["influence"]["predicts_removal"]:
@@ -195,11 +200,26 @@ def tell_of_unranked(setup: InfluenceSetup, rankings: Rankings, say: Callable[[s
         say(f"{len(rows):,} of {len(setup.query_rows):,} queries have no score but zeros and NaN, and no ranking: {named(ids[rows])}")
 
 
-def self_influence(setup: InfluenceSetup, fitted: Sequence[Fitted], say: Callable[[str], None]) -> np.ndarray | None:
-    """[n]: each training example's influence on itself, over checkpoints as scores are; None where the config leaves it out."""
+def self_influence(setup: InfluenceSetup, fitted: Sequence[Fitted], seconds: float, say: Callable[[str], None]) -> np.ndarray | None:
+    """[n]: each training example's influence on itself, over checkpoints as scores are; None where the config leaves it out, or where it
+    is predicted to take long and the config leaves that open. seconds: what the scores of the queries took."""
     wanted = setup.run.config.influence.self_influence
-    if wanted == "never" or (wanted == "auto" and not all(each.has_self_influence for each in fitted)):
+    if wanted == "never":
         return None
+    if not all(each.has_self_influence for each in fitted):
+        n, m = len(setup.training_rows), len(setup.query_rows)
+        if any(each.solver() is None for each in fitted) and wanted == "auto":  # a method without one
+            return None
+        predicted = seconds * solved_products(n) / solved_products(m)
+        words = (
+            f"self-influence takes a solve for each of the {n:,} training examples, about {duration(predicted)} by what the queries took"
+        )
+        cheaper = "solver: exact or dual, or curvature: fisher, has it at the price of scores"
+        if wanted == "auto" and predicted > _SELF_SECONDS:
+            say(f"{words}, and is left out; {cheaper}; self_influence: always computes it")
+            return None
+        if predicted > _SELF_SECONDS:
+            say(f"{words}; {cheaper}; self_influence: never leaves it out")
     found = [torch.cat([block.self_influence for block in each.self_influence()]) for each in fitted]
     return setup.method.across_self(found).numpy()
 

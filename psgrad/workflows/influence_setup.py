@@ -152,7 +152,9 @@ def _moment(
     queries = Examples(measured, chosen_rows(reader, rows), len(rows), options)
     checkpoint, path = checkpoints_of(run.config)[number], run.config.model.checkpoint
     learning_rate = None if checkpoint is None else checkpoint.learning_rate
-    return Moment(Checkpoint(number, learning_rate, say), training, queries, None if path is None else str(path), run.loaded.sha256)
+    return Moment(
+        Checkpoint(number, learning_rate, say, len(rows)), training, queries, None if path is None else str(path), run.loaded.sha256
+    )
 
 
 def _queries(config: Config, run: Setup, measurement: Measurement) -> tuple[CheckedReader, np.ndarray]:

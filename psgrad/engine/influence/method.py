@@ -54,12 +54,14 @@ class Checkpoint:
     """Where in training the model is that a method is fitted to.
 
     number: from 0. learning_rate: the optimiser's when the checkpoint was saved; None where the config names none. say: is told what
-    a person should hear while it runs.
+    a person should hear while it runs. queries: how many will be scored, for methods that choose what is the least work; None where that
+    is not known.
     """
 
     number: int = 0
     learning_rate: float | None = None
     say: Callable[[str], None] = field(default=lambda _: None)
+    queries: int | None = None
 
 
 class Method(ABC):

@@ -192,15 +192,21 @@ def test_options_that_do_not_go_together_are_refused_in_words() -> None:
 
 def test_the_solver_follows_from_the_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     module = "psgrad.engine.influence.methods.influence"
-    assert Influence()._choice(training())[0] == "exact"
+
+    def choice(method: Influence, queries: int = 5, correct: bool = False) -> tuple[str, str]:
+        return method._choice(training(), queries, correct)
+
+    assert choice(Influence())[0] == "exact"
     monkeypatch.setattr(f"{module}.LARGEST_MATRIX", 52)
-    assert Influence()._choice(training()) == ("dual", "53 parameters are more than 52, and 120 rows at most 16384")
-    assert Influence("hessian")._choice(training())[0] == "conjugate_gradient"
-    monkeypatch.setattr(f"{module}.LARGEST_KERNEL", 119)
-    assert Influence()._choice(training()) == ("conjugate_gradient", "53 parameters are more than 52 and 120 rows more than 119")
-    assert Influence("fisher")._choice(training())[0] == "dual"
+    solver, why = choice(Influence())
+    assert solver == "exact"
+    assert "in predicted operations: exact 3e+05" in why
+    assert choice(Influence("hessian"))[0] == "conjugate_gradient"
+    monkeypatch.setattr("psgrad.engine.influence.solvers.work.LARGEST", 52)
+    assert choice(Influence())[0] == "conjugate_gradient"
+    assert choice(Influence("fisher"))[0] == "dual"
     monkeypatch.setattr(f"{module}.LARGEST_OUTPUT", 2)
-    assert Influence()._choice(training())[1] == "an output of 3 numbers is too large for the other solvers"
+    assert choice(Influence())[1] == "an output of 3 numbers is too large for the other solvers"
 
 
 @pytest.mark.parametrize("curvature", CURVATURES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -64,3 +66,39 @@ def test_negative_curvature_is_refused() -> None:
     matrix = symmetric(torch.cat([torch.tensor([-0.5]), SPECTRUM[1:]]))
     with pytest.raises(InfluenceError, match="not positive definite"):
         lissa(lambda v: v @ matrix, torch.randn(1, 40, dtype=torch.float64))
+
+
+def test_lissa_predicted_to_take_too_long_is_refused() -> None:
+    """Each product takes a fiftieth of a second, and the condition number asks for 1e5 of them."""
+    matrix, calls = symmetric(torch.logspace(-4, 0, 40, dtype=torch.float64)), 0
+
+    def slow(block: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        time.sleep(0.002)
+        return block @ matrix
+
+    with pytest.raises(InfluenceError, match=r"predicted to take 5,000 products with the curvature .* about \d+ seconds") as caught:
+        lissa(slow, torch.randn(3, 40, dtype=torch.float64), seconds=1.0)
+    assert calls < 100
+    assert caught.value.next_step is not None
+    assert caught.value.next_step.startswith("set solver: conjugate_gradient")
+    _, facts = lissa(slow, torch.randn(3, 40, dtype=torch.float64), iterations=30)  # a number that is asked for is taken
+    assert facts["iterations"] == 30
+
+
+def test_lissa_stalled_residual_ends_with_an_answer() -> None:
+    """Products that are rounded to three digits allow no smaller residual, and no more terms bring one."""
+    matrix, heard = symmetric(SPECTRUM), list[str]()
+    rhs = torch.randn(2, 40, dtype=torch.float64)
+
+    def rounded(block: torch.Tensor) -> torch.Tensor:
+        product = block @ matrix
+        scale = product.abs().amax() * 1e-3
+        return (product / scale).round() * scale if len(block) == 2 else product
+
+    _, facts = lissa(rounded, rhs, say=heard.append)
+    assert facts["iterations"] < 1000
+    assert not facts["converged"]
+    assert 1e-5 < facts["relative_residual_max"] < 0.1
+    assert "falls no more" in heard[0]

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from psgrad.engine.examples import Examples
+from psgrad.engine.gradients.memory import free_memory
 from psgrad.engine.influence.calibration import calibrated, is_affine
 from psgrad.engine.influence.curvature.products import CurvatureProducts
 from psgrad.engine.influence.curvature.rows import LARGEST_OUTPUT, output_size
@@ -22,20 +23,23 @@ from psgrad.engine.influence.fits.setting import TITLES, Setting
 from psgrad.engine.influence.method import RELATIVE, UNCALIBRATED, Checkpoint, Fitted, Method
 from psgrad.engine.influence.solvers.arnoldi import arnoldi
 from psgrad.engine.influence.solvers.conjugate_gradient import conjugate_gradient
-from psgrad.engine.influence.solvers.dual import LARGEST_KERNEL
 from psgrad.engine.influence.solvers.lissa import lissa
 from psgrad.engine.influence.solvers.preconditioner import Diagonal, Preconditioner, nystroem
+from psgrad.engine.influence.solvers.work import Work
 from psgrad.errors import ConfigError, InfluenceError
 
-# Parameters up to which the curvature is written out: 288 MB, and seconds for its factor.
+# Parameters up to which the curvature is written out whatever else there is: 288 MB, and seconds for its factor.
 LARGEST_MATRIX = 6000
+# Of an absolute damping, its share of the mean eigenvalue, which is not known yet; and queries where nobody says how many there will be.
+_UNKNOWN_RATIO, _QUERIES = 0.01, 100
 
 _SOLVERS = ("auto", "exact", "dual", "conjugate_gradient", "lissa", "arnoldi")
 _PRECONDITIONERS = ("auto", "none", "diagonal", "nystroem")
 # From so many queries on, which share a Krylov space, a preconditioner of that rank costs more products than it saves. Measured on digits.
 _MANY_QUERIES = 100
 _RANKS = {"nystroem": 200, "arnoldi": 50}
-# Products at most, where the options don't say.
+# Products at most, and what LiSSA's may take, where the options don't say.
+_LISSA_SECONDS = 60.0
 _WHY_NOT = {
     False: "the model is not affine in its parameters, so that no training ends where a step of the curvature says",
     True: "a damping is added to the curvature, which makes scores smaller",
@@ -54,8 +58,8 @@ class Influence(Method):
         curvature: 'gauss_newton' (sum of J_i' L_i J_i, never negative; for a softmax or least-squares loss also the Fisher information),
             'hessian', or 'fisher' (the empirical one, sum of g_i g_i').
         solver: 'exact' writes C out, 'dual' the inner products of its rows; 'conjugate_gradient', 'lissa' and 'arnoldi' take products
-            with C alone, and 'arnoldi' inverts C along its leading eigenvectors only, which is another estimand. 'auto' takes the first
-            of exact, dual and conjugate_gradient that the sizes allow.
+            with C alone, and 'arnoldi' inverts C along its leading eigenvectors only, which is another estimand. 'auto' takes exact up to
+            6,000 parameters, and beyond what is predicted to be the least work that fits into memory (solvers/work.py).
         damping: lam; None for `relative_damping` times the mean eigenvalue of C. Where neither is given, lam is zero for a convex problem
             (a model that is affine in its parameters, with a weight decay or a curvature that has an inverse), whose scores are then
             amounts; and one mean eigenvalue for all others, which ranks best on networks (docs/influence.md).
@@ -125,7 +129,7 @@ class Influence(Method):
     def fit(self, training: Examples, checkpoint: Checkpoint) -> Fitted:
         affine = self.curvature != "fisher" and self.solver != "arnoldi" and is_affine(training)
         convex = affine and self.damping is None and self.relative_damping is None
-        solver, why = self._choice(training)
+        solver, why = self._choice(training, checkpoint.queries, bool(self.leverage) or convex)
         if self.leverage and solver not in ("exact", "dual"):
             raise InfluenceError(
                 f"the leverage correction needs every training example's own part of the inverse, which {solver} does not give ({why})",
@@ -166,8 +170,8 @@ class Influence(Method):
             return Damping(0.0)
         return Damping(self.damping, 1.0 if self.relative_damping is None else self.relative_damping)
 
-    def _choice(self, training: Examples) -> tuple[str, str]:
-        """The solver, and why."""
+    def _choice(self, training: Examples, queries: int | None, correct: bool) -> tuple[str, str]:
+        """The solver, and why. correct: whether scores are to be corrected for leverage, which needs exact or dual."""
         if self.solver != "auto":
             return self.solver, "the options name it"
         size, count = training.flat.size, len(training)
@@ -179,10 +183,9 @@ class Influence(Method):
             rows = count * outputs
         if size <= LARGEST_MATRIX:
             return "exact", f"{size} parameters are at most {LARGEST_MATRIX}"
-        if rows is not None and rows <= LARGEST_KERNEL:
-            return "dual", f"{size} parameters are more than {LARGEST_MATRIX}, and {rows} rows at most {LARGEST_KERNEL}"
-        many = f" and {rows} rows more than {LARGEST_KERNEL}" if rows is not None else ""
-        return "conjugate_gradient", f"{size} parameters are more than {LARGEST_MATRIX}{many}"
+        ratio = self.relative_damping or 1.0 if self.damping is None else _UNKNOWN_RATIO
+        work = Work(size, count, rows, _QUERIES if queries is None else queries, ratio, free_memory(training.device))
+        return work.least(correct)
 
     # -- solvers that take products --------------------------------------------------------------------------------------------------
 
@@ -202,7 +205,14 @@ class Influence(Method):
 
     def _lissa(self, checkpoint: Checkpoint) -> Solve:
         def solve(products: CurvatureProducts, damping: float, rhs: torch.Tensor, spectrum: bool) -> tuple[torch.Tensor, dict[str, Any]]:
-            return lissa(products.damped(damping), rhs, tolerance=self.tolerance, iterations=self._iterations("lissa"), say=checkpoint.say)
+            return lissa(
+                products.damped(damping),
+                rhs,
+                tolerance=self.tolerance,
+                iterations=self._iterations("lissa"),
+                seconds=_LISSA_SECONDS if self.iterations is None else None,
+                say=checkpoint.say,
+            )
 
         return solve
 

@@ -15,8 +15,6 @@ from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.influence.curvature.rows import OutputRows
 from psgrad.errors import InfluenceError
 
-# Rows whose kernel is still had: two matrices of 2 GB, and a minute or so on two cores.
-LARGEST_KERNEL = 16384
 # Bytes that rows may take that are held against all others at once.
 _SLAB_BYTES = 1 << 30
 

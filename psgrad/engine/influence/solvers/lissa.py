@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +19,8 @@ Apply = Callable[[torch.Tensor], torch.Tensor]
 _MARGIN = 1.05
 # The residual is looked at every so many terms, and when it has grown by that factor the series diverges.
 _LOOK, _GROWTH = 10, 100.0
+# Looks over which the residual must fall at all, and how many times the time allowed is the end whatever was predicted.
+_STALLED, _LATE = 20, 2.0
 
 
 def lissa(
@@ -25,6 +29,7 @@ def lissa(
     *,
     tolerance: float = 1e-6,
     iterations: int = 5000,
+    seconds: float | None = None,
     scale: float | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -34,8 +39,9 @@ def lissa(
         apply: A with its damping times each of some vectors, [k, p] to [k, p] float64.
         rhs: [k, p].
         tolerance: of |b - A x| / |b|, for every right-hand side. iterations: at most.
+        seconds: what it may take; the number of terms is predicted from the spectrum, and their time from the first. None for any time.
         scale: above half of A's largest eigenvalue; None for a little more than the largest that Lanczos finds.
-        say: told when the tolerance is not reached.
+        say: told when the tolerance is not reached, and why: terms or time are used up, or the residual falls no more.
 
     Returns x [k, p] float64 and facts: iterations, relative_residual_max and _median (of the x returned), converged, unconverged,
     scale, ritz_min, ritz_max. It takes about log(1 / tolerance) times A's condition number in products, and no randomness: the terms are
@@ -43,7 +49,8 @@ def lissa(
     whole training set in each. With A = H + lam I, x / scale is the x of x <- b + (1 - d) x - H x / scale in Koh and Liang (2017) for
     the damping lam = scale * d: here it is lam that is given.
 
-    Raises InfluenceError where the series diverges, or A is found not to be positive definite.
+    Raises InfluenceError where the series diverges, where it is predicted to take longer than `seconds`, and where A is found not to be
+    positive definite.
     """
     rhs = rhs.double()
     assert_finite(rhs)
@@ -56,21 +63,37 @@ def lissa(
     size = torch.where(size > 0, size, 1.0)
     x, residual, used = torch.zeros_like(rhs), rhs, 0
     relative = torch.linalg.vector_norm(residual, dim=1) / size
+    begun, best, why = time.perf_counter(), [float(relative.max())], f"after {iterations} iterations"
     while used < iterations and bool((relative > tolerance).any()):
         x = x + residual / scale
         residual = rhs - apply(x)
         used += 1
         relative = torch.linalg.vector_norm(residual, dim=1) / size
-        if used % _LOOK == 0 and not bool((relative < _GROWTH).all()):
+        spent = time.perf_counter() - begun
+        if used == 1 and seconds is not None:
+            needed = min(iterations, _terms(lowest, scale, tolerance))
+            if spent * needed > seconds:
+                raise _too_long(needed, spent * needed, seconds, scale / max(lowest, 1e-300))
+        if used % _LOOK:
+            continue
+        worst = float(relative.max())
+        if not worst < _GROWTH * min(best):
             raise InfluenceError(
-                f"LiSSA diverges: after {used} iterations the relative residual is {float(relative.max()):.3g}",
+                f"LiSSA diverges: after {used} iterations the relative residual is {worst:.3g}",
                 expected=f"a scale above half the largest eigenvalue, which is about {highest:.3g}; it is {scale:.3g}",
                 next_step="leave out the scale; or solver: conjugate_gradient, which needs none",
             )
+        best.append(worst)
+        if len(best) > _STALLED and worst >= best[-1 - _STALLED]:
+            why = f"it falls no more, as products are rounded to that, and after {used} iterations"
+            break
+        if seconds is not None and spent > _LATE * seconds:
+            why = f"after {used} iterations, which took {spent:.0f} seconds,"
+            break
     unconverged = int((relative > tolerance).sum())
     if unconverged:
         say(
-            f"LiSSA did not converge: after {used} iterations the relative residual of {unconverged} of {len(rhs)} right-hand sides is "
+            f"LiSSA did not converge: {why} the relative residual of {unconverged} of {len(rhs)} right-hand sides is "
             f"above {tolerance:g}, of the worst {float(relative.max()):.2g}; solver: conjugate_gradient takes far fewer products"
         )
     facts = {
@@ -84,3 +107,23 @@ def lissa(
         "ritz_max": highest,
     }
     return x, facts
+
+
+def _terms(lowest: float, scale: float, tolerance: float) -> int:
+    """How many terms reduce the residual along an eigenvector of the lowest eigenvalue to the tolerance."""
+    share = min(max(lowest / scale, 1e-15), 0.5)
+    return math.ceil(math.log(1 / min(tolerance, 0.5)) / -math.log1p(-share))
+
+
+def _too_long(terms: int, predicted: float, seconds: float, condition: float) -> InfluenceError:
+    return InfluenceError(
+        f"LiSSA is predicted to take {terms:,} products with the curvature for every query, about {_told(predicted)}",
+        expected=f"at most {_told(seconds)}, where the options name no number of iterations",
+        cause=f"a condition number of {condition:.2g}, by which the number of products grows",
+        next_step="set solver: conjugate_gradient, which takes far fewer products; or a larger damping, a larger tolerance, or iterations: "
+        f"{terms}, which are then taken however long that is",
+    )
+
+
+def _told(seconds: float) -> str:
+    return f"{seconds:.0f} seconds" if seconds < 120 else f"{seconds / 60:.0f} minutes"
