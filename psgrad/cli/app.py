@@ -32,7 +32,7 @@ class _Commands(TyperGroup):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        for command in self.commands.values():
+        for command in (self, *self.commands.values()):
             for param in command.params:
                 if getattr(param, "is_flag", False):
                     param.metavar = ""
