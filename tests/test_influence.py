@@ -443,3 +443,29 @@ def test_scores_beyond_the_loss_of_a_query_are_marked(place: InfluenceWorkplace)
     assert "and is no amount" in outcome.out
     place.section["measurement"] = "margin"
     assert "beyond_loss" not in place.ranked("--overwrite")
+
+
+def test_self_influence_by_solves_follows_its_predicted_time(place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    place.section["method"] = {"name": "influence", "solver": "conjugate_gradient"}
+    place.section["check"] = "never"
+
+    def run(wanted: str) -> tuple[str, pd.DataFrame]:
+        place.section["self_influence"] = wanted
+        outcome = place.influence("--overwrite")
+        assert outcome.code == 0, outcome.err
+        return outcome.err, pd.read_parquet(place.folder / "out" / "self_influence.parquet")
+
+    heard, table = run("auto")  # 24 solves take no time
+    assert "self-influence takes" not in heard
+    own = table["self_influence"]
+    monkeypatch.setattr("psgrad.workflows.influence_run._SELF_SECONDS", 0.0)
+    heard, table = run("auto")
+    assert "self-influence takes a solve for each of the 24 training examples, predicted to take" in heard
+    assert "and is left out; solver: exact or dual" in heard
+    assert "self_influence" not in table
+    heard, table = run("always")
+    assert "predicted to take" in heard
+    assert "self_influence: never leaves it out" in heard
+    np.testing.assert_allclose(table["self_influence"], own, rtol=1e-4)
+    place.section["method"] = {"name": "influence", "solver": "exact"}
+    np.testing.assert_allclose(run("auto")[1]["self_influence"], own, rtol=1e-4)

@@ -211,10 +211,8 @@ def self_influence(setup: InfluenceSetup, fitted: Sequence[Fitted], seconds: flo
         if any(each.solver() is None for each in fitted) and wanted == "auto":  # a method without one
             return None
         predicted = seconds * solved_products(n) / solved_products(m)
-        words = (
-            f"self-influence takes a solve for each of the {n:,} training examples, about {duration(predicted)} by what the queries took"
-        )
-        cheaper = "solver: exact or dual, or curvature: fisher, has it at the price of scores"
+        words = f"self-influence takes a solve for each of the {n:,} training examples, predicted to take {duration(predicted)}"
+        cheaper = "solver: exact or dual, or curvature: fisher where the output is large, has it for the price of scores"
         if wanted == "auto" and predicted > _SELF_SECONDS:
             say(f"{words}, and is left out; {cheaper}; self_influence: always computes it")
             return None
