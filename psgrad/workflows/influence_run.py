@@ -76,20 +76,20 @@ def influence(
         with clock("self-influence"), told_as_own(config.influence.method.name):
             own = self_influence(setup, fitted, clock.seconds["scores"], warnings)
         facts["influence"]["unit"] = unit_of(setup, fitted)
-        check = None
+        removals: RemovalCheck | None = None
         if facts["influence"]["predicts_removal"]:
             losses = queries[queries["status"] == "ok"].set_index("index")["measurement"]
             rankings = replace(rankings, scores=marked_beyond_loss(setup, rankings.scores, losses, warnings))
             with clock("check"), told_as_own(config.influence.method.name):
                 seconds = max(_CHECK_SECONDS, _CHECK_SHARE * (clock.seconds["fit"] + clock.seconds["scores"]))
-                check = check_removals(setup, fitted, rankings.scores, own, seconds, warnings)
-            facts["influence"]["check"] = None if check is None else {**asdict(check), "words": check.words}
+                removals = check_removals(setup, fitted, rankings.scores, own, seconds, warnings)
+            facts["influence"]["check"] = None if removals is None else {**asdict(removals), "words": removals.words}
         facts["influence"]["fit"] = [each.facts for each in fitted]
         facts["influence"]["warnings"] = warnings.said
         facts["counts"] = looks.counts()
         facts["timings"] = clock.seconds
         with clock("tables"):
-            result = _result(setup, looks, queries, shown, rankings, own, fitted, facts, folder, warnings.said, check)
+            result = _result(setup, looks, queries, shown, rankings, own, fitted, facts, folder, warnings.said, removals)
             write_tables(result, rankings, folder)
         if report:
             from psgrad.reports.influence import write_influence_report  # which is all that needs matplotlib
