@@ -38,9 +38,12 @@ class Corrected(Fitted):
     """facts: those of the fit, and `largest_leverage`, the largest eigenvalue of any example's L_i M_i.
 
     An example without which the training problem has no solution is told, and its scores are NaN.
+
+    automatic: whether the correction goes with the damping that a default chose: with another damping there is none.
     """
 
-    def __init__(self, plain: Invertible) -> None:
+    def __init__(self, plain: Invertible, *, automatic: bool = False) -> None:
+        self.automatic = automatic
         training = plain.training
         root, _, gradient = output_factors(training)
         self.plain = plain
@@ -54,9 +57,13 @@ class Corrected(Fitted):
     def solver(self) -> Preconditioned | None:
         return self.plain
 
-    def with_damping(self, *, damping: float | None = None, relative: float | None = None) -> Corrected:
+    def with_damping(self, *, damping: float | None = None, relative: float | None = None) -> Fitted:
         """As that of the fit."""
-        return Corrected(self.plain.with_damping(damping=damping, relative=relative))
+        plain = self.plain.with_damping(damping=damping, relative=relative)
+        if not self.automatic:
+            return Corrected(plain)
+        plain.facts["leverage"] = False
+        return plain
 
     def scores(self, queries: Examples, per: Per = "total") -> Iterator[ScoreBlock]:
         return map(self.marked, self.removed.scores(queries, per))

@@ -26,12 +26,13 @@ class AtOutput(Fitted):
     The parameters' change is that of the fit, and so is the output's to first order; of the measurement every order is counted. Where the
     model is linear, nothing but the change of the parameters is approximate.
 
-    layers: whether scores by layer are those of the fit; they are an error otherwise.
+    automatic: whether this goes with the damping that a default chose: with another damping, and by layer, scores are those of the fit.
+    Scores by layer are an error otherwise.
     """
 
-    def __init__(self, fitted: Any, *, layers: bool = False) -> None:
+    def __init__(self, fitted: Any, *, automatic: bool = False) -> None:
         self.fitted: Corrected | Preconditioned = fitted
-        self.layers = layers
+        self.automatic = automatic
         self.steps: Preconditioned = fitted.removed if isinstance(fitted, Corrected) else fitted
         self.has_self_influence = fitted.has_self_influence
         self.facts, self.calibrated = fitted.facts, fitted.calibrated
@@ -39,13 +40,14 @@ class AtOutput(Fitted):
     def solver(self) -> Preconditioned | None:
         return self.fitted.solver()
 
-    def with_damping(self, *, damping: float | None = None, relative: float | None = None) -> AtOutput:
+    def with_damping(self, *, damping: float | None = None, relative: float | None = None) -> Fitted:
         """As that of the fit."""
         fitted: Any = self.fitted
-        return AtOutput(fitted.with_damping(damping=damping, relative=relative), layers=self.layers)
+        changed: Fitted = fitted.with_damping(damping=damping, relative=relative)
+        return changed if self.automatic else AtOutput(changed)
 
     def scores(self, queries: Examples, per: Per = "total") -> Iterator[ScoreBlock]:
-        if per != "total" and self.layers:
+        if per != "total" and self.automatic:
             yield from self.fitted.scores(queries, per)
             return
         if per != "total":

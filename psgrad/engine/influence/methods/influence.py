@@ -161,8 +161,8 @@ class Influence(Method):
             "calibrated": fitted.calibrated,
             "calibrated_because": amounts,
         }
-        whole = Corrected(fitted) if corrected and not isinstance(fitted, ByProducts) else fitted
-        return AtOutput(whole, layers=self.change == "auto") if by_output else whole
+        whole = Corrected(fitted, automatic=self.leverage is None) if corrected and not isinstance(fitted, ByProducts) else fitted
+        return AtOutput(whole, automatic=self.change == "auto") if by_output else whole
 
     def _damping(self, convex: bool) -> Damping:
         """convex: whether the options leave the damping open and the model is affine in its parameters."""
