@@ -13,7 +13,7 @@ import torch
 from psgrad.engine.transforms.interpreter import in_pieces, interpret, map_tracers, state, top_level
 from psgrad.engine.transforms.levels import Level
 from psgrad.engine.transforms.operators import Op, aten, facts
-from psgrad.engine.transforms.rules.registry import taken_apart
+from psgrad.engine.transforms.rules.registry import decomposition_of, taken_apart
 
 
 class AdoptingLevel(Level):
@@ -38,7 +38,7 @@ class AdoptingLevel(Level):
         if operator.mutated or operator.mutated_kwargs:
             return self.write_outside(op, args, kwargs)
         if taken_apart(op):
-            return in_pieces(op, args, kwargs)
+            return in_pieces(decomposition_of(op), args, kwargs)  # type: ignore[arg-type]
         result = self.lower_untraced(op, args, kwargs)
         # A view is still somebody else's memory.
         fresh = not operator.is_view or op is aten.lift_fresh.default  # what torch.tensor(..) made

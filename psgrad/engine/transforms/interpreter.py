@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from psgrad.engine.transforms import autocast, diagnostics
 from psgrad.engine.transforms.dense import contiguous
 from psgrad.engine.transforms.operators import RANDOM_COMPOSITES, Op, facts, is_random
+from psgrad.engine.transforms.shapes import refuse_shapes
 from psgrad.errors import TransformError
 
 if TYPE_CHECKING:
@@ -228,6 +229,8 @@ class Interpreter(TorchDispatchMode):
         if op in autocast.WHOLE:
             args, kwargs = autocast.cast(args, kwargs)
         top = top_level(args, kwargs)
+        if top is not None:
+            refuse_shapes(op, args, kwargs)
         adopter: Level | None = None
         for level in reversed(state.stack):
             if level is top or level.adopts:
@@ -236,7 +239,7 @@ class Interpreter(TorchDispatchMode):
         if adopter is None or (top is not None and (top is _DEAD or top.index >= adopter.index)):
             return handed_on(top, op, args, kwargs)
         if op in RANDOM_COMPOSITES:
-            return in_pieces(op, args, kwargs)
+            return in_pieces(op.decompose, args, kwargs)
         if is_random(op, args, kwargs):
             drawn = interpret(op, args, kwargs)
             return drawn if facts(op).mutated else map_tracers(adopter.adopt_from_below, drawn)
@@ -312,10 +315,10 @@ def recorded_outside() -> Iterator[None]:
         yield
 
 
-def in_pieces(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A composite operator without tracers, taken apart under the eyes of the interpreter that handed it on."""
+def in_pieces(definition: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a composite operator returns, by its definition: the interpreter that handed it on handles the operators of which it is made."""
     with Interpreter():
-        return op.decompose(*args, **kwargs)
+        return definition(*args, **kwargs)
 
 
 @contextmanager

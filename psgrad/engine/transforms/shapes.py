@@ -1,0 +1,63 @@
+"""Shapes that an operator refuses, asked of the operator itself: on tensors without values, once for each signature.
+
+A batched kernel may accept what the operator refuses for one sample: with a sample axis in front, a vector is a matrix. So each operator
+of the user's function is first run on the shapes that the function sees, on PyTorch's meta device. That costs microseconds where the
+signature is known. Where the meta device refuses, the operator has the last word, on zeros: there are meta kernels that refuse too much.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
+
+from psgrad.engine.transforms.operators import RANDOM_COMPOSITES, Op, facts
+
+_MOST_SIGNATURES = 1 << 16
+_accepted: set[Any] = set()
+
+
+def refuse_shapes(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise the operator's own error where it does not take arguments of these shapes."""
+    signature = (id(op), *[_shape(a) for a in args])
+    if kwargs:
+        signature += tuple([(name, _shape(a)) for name, a in kwargs.items()])
+    try:
+        if signature in _accepted:
+            return
+    except TypeError:  # an argument that can't be hashed
+        return
+    if _is_asked(op):
+        with _disable_current_modes():
+            _ask(op, args, kwargs)
+    if len(_accepted) >= _MOST_SIGNATURES:
+        _accepted.clear()
+    _accepted.add(signature)
+
+
+def _shape(argument: Any) -> Any:
+    if isinstance(argument, torch.Tensor):
+        return argument.shape
+    return tuple([_shape(item) for item in argument]) if isinstance(argument, (list, tuple)) else argument
+
+
+def _is_asked(op: Op) -> bool:
+    """Whether the operator's shapes are looked at: PyTorch's own operators, but for draws and for what broadcasts element by element."""
+    return op.namespace == "aten" and torch.Tag.pointwise not in op.tags and not facts(op).is_random and op not in RANDOM_COMPOSITES
+
+
+def _ask(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    try:
+        op(*_with(args, "meta"), **_with(kwargs, "meta"))
+    except NotImplementedError:  # no meta kernel
+        return
+    except Exception:
+        with torch.random.fork_rng(devices=[]):
+            op(*_with(args, None), **_with(kwargs, None))
+
+
+def _with(tree: Any, device: str | None) -> Any:
+    """The arguments with new tensors in the place of tensors, of the same shapes and dtypes, on another device or on their own."""
+    return tree_map(lambda x: torch.zeros(x.shape, dtype=x.dtype, device=device or x.device) if isinstance(x, torch.Tensor) else x, tree)

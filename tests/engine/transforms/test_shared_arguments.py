@@ -1,0 +1,105 @@
+"""Normalisations, losses and pools where any subset of the arguments is batched, and the memory that their kernels are given."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from psgrad.engine.transforms import dense, grad, vmap
+from tests.engine.transforms.kernel_layouts import Kernels, reads_as_contiguous
+from tests.engine.transforms.operators import entries, programs
+from tests.engine.transforms.refused import UNJUDGED
+from tests.engine.transforms.shared_arguments import FAMILIES, SAMPLES, Program, by_loop, loss, subsets, tensors, wrong_ways
+from tests.engine.transforms.sweep import ROWS
+from tests.engine.transforms.sweep_table import judged_rows
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def found_wrong(family: str, *, everything: bool) -> list[str]:
+    """The programs of a family, and which of their arguments are mapped, where a transform gives other numbers than the loop."""
+    every = 1 if everything else 4  # the short version leaves programs out
+    return [
+        f"{name} mapped {mapped}: {ways}"
+        for name, program in list(FAMILIES[family]())[::every]
+        for mapped in subsets(len(program.shapes) + 1, everything)
+        if (ways := wrong_ways(program, mapped))
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_with_shared_arguments(family: str) -> None:
+    assert found_wrong(family, everything=False) == []
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_with_every_subset_of_arguments_shared(family: str) -> None:
+    assert found_wrong(family, everything=True) == []
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 3), (1, 1, 4), (2, 4, 2)])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_group_norm_of_a_parameter_whose_output_meets_the_samples(shape: tuple[int, ...], groups: int) -> None:
+    if shape[1] % groups:
+        pytest.skip("channels do not divide into groups")
+    program = Program(lambda p: F.group_norm(p, groups), (shape,))
+    given, mapped = tensors(program, (False, True)), (False, True)
+    found = vmap(grad(loss(program)), (None, 0))(*given)
+    torch.testing.assert_close(found, by_loop(loss(program), given, mapped)[0])
+    assert found.abs().max() > 0
+    assert len(found) == SAMPLES
+
+
+# -- the kernels themselves ---------------------------------------------------------------------------------------------------------
+
+
+def listed() -> dict[str, set[int]]:
+    return {op.name(): set(positions) for op, positions in dense.READ_AS_CONTIGUOUS.items()}
+
+
+def called_by_programs() -> Kernels:
+    """Kernel calls of the normalisations, losses and pools, where their result alone meets the samples."""
+    kernels = Kernels(most=4)
+    for family in FAMILIES.values():
+        for _, program in list(family())[::4]:
+            with kernels:
+                wrong_ways(program, (False,) * len(program.shapes) + (True,))
+    return kernels
+
+
+def called_by_operators(name: str) -> Kernels:
+    """Kernel calls of an entry of PyTorch's operator database, forward, back and under `vmap`."""
+    kernels, entry = Kernels(most=4), entries()[name]
+    for program in programs(entry):
+        for row in {"vmap(vjp)", "vjp of vjp"}.intersection(judged_rows(name, entry)):
+            derivative = ROWS[row].derivative
+            directions = derivative.directions(program)
+            with suppress(Exception), kernels:  # what is refused is refused.py's
+                derivative.ours(program, program.tensors, directions)
+    return kernels
+
+
+def unlisted(kernels: Kernels) -> list[str]:
+    """The arguments that a kernel was found to read as contiguous memory, and that the table does not name."""
+    table = listed()
+    return [f"{name} {positions}" for name, positions in reads_as_contiguous(kernels).items() if not positions <= table.get(name, set())]
+
+
+def test_kernels_of_normalisations_losses_and_pools_that_read_contiguous_memory_are_listed() -> None:
+    kernels = called_by_programs()
+    assert unlisted(kernels) == []
+    assert "aten::native_group_norm_backward" in reads_as_contiguous(kernels), "the search finds nothing"
+
+
+@pytest.mark.sweep
+def test_kernels_of_all_operators_that_read_contiguous_memory_are_listed() -> None:
+    assert [found for name in entries() if name not in UNJUDGED for found in unlisted(called_by_operators(name))] == []
+
+
+def test_a_kernel_that_is_given_expanded_memory_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense, "contiguous", lambda positions, args: args)
+    assert found_wrong("norms", everything=False) != []
