@@ -7,6 +7,7 @@ signature is known. Where the meta device refuses, the operator has the last wor
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -14,6 +15,39 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from psgrad.engine.transforms.operators import RANDOM_COMPOSITES, Op, facts
+
+aten = torch.ops.aten
+
+# Operators of which the meta device accepts what the kernel refuses: the kernel is asked, on zeros. It is asked always of these,
+_LENIENT: frozenset[Op] = frozenset(
+    {
+        aten.index_put.default,
+        aten.index_add.default,
+        aten.index_select.default,
+        aten.index_reduce.default,
+        aten.segment_reduce.default,
+        aten.soft_margin_loss.default,
+        aten.geqrf.default,
+        aten.linalg_lstsq.default,
+        aten.histogram.bin_ct,
+        aten.histogram.bins_tensor,
+    }
+)
+# and of these where an argument, by its position, has another rank.
+_USUAL_RANKS: dict[Op, dict[int, Container[int]]] = {
+    aten.addmm.default: {0: (1, 2)},
+    aten.softmax.int: {0: range(1, 9)},
+    aten.native_group_norm.default: {0: range(2, 9), 1: (1,), 2: (1,)},
+    aten.batch_norm.default: {0: range(2, 9), **dict.fromkeys(range(1, 5), (1,))},
+    aten.ctc_loss.IntList: {1: (1, 2)},
+    aten.ctc_loss.Tensor: {1: (1, 2)},
+    aten.conv1d.default: {2: (1,)},
+    aten.conv2d.default: {2: (1,)},
+    aten.conv3d.default: {2: (1,)},
+    aten.conv_transpose1d.default: {2: (1,)},
+    aten.conv_transpose2d.input: {2: (1,)},
+    aten.conv_transpose3d.input: {2: (1,)},
+}
 
 _MOST_SIGNATURES = 1 << 16
 _accepted: set[Any] = set()
@@ -52,10 +86,22 @@ def _ask(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     try:
         op(*_with(args, "meta"), **_with(kwargs, "meta"))
     except NotImplementedError:  # no meta kernel
-        return
+        if op not in _LENIENT:
+            return
     except Exception:
-        with torch.random.fork_rng(devices=[]):
-            op(*_with(args, None), **_with(kwargs, None))
+        pass
+    else:
+        if op not in _LENIENT and _is_usual(op, args):
+            return
+    with torch.random.fork_rng(devices=[]):
+        op(*_with(args, None), **_with(kwargs, None))
+
+
+def _is_usual(op: Op, args: tuple[Any, ...]) -> bool:
+    return all(
+        position >= len(args) or args[position] is None or args[position].dim() in ranks
+        for position, ranks in _USUAL_RANKS.get(op, {}).items()
+    )
 
 
 def _with(tree: Any, device: str | None) -> Any:

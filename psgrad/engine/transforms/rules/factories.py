@@ -76,6 +76,10 @@ constant(
     aten.randn_like.default,
     aten.randint_like.default,
     aten.randint_like.low_dtype,
+    aten.rand_like.generator,
+    aten.randn_like.generator,
+    aten.randint_like.generator,
+    aten.randint_like.low_generator_dtype,
     batch=draw_like,
     same=draw_like_one,
 )
@@ -111,8 +115,8 @@ constant(
     same=draw_like_one,
 )
 constant(aten.rand.default, aten.randn.default, aten.rand.generator, aten.randn.generator, batch=draw_shape(0))
-constant(aten.randint.default, batch=draw_shape(1))
-constant(aten.randint.low, aten.normal.float_float, batch=draw_shape(2))
+constant(aten.randint.default, aten.randint.generator, batch=draw_shape(1))
+constant(aten.randint.low, aten.randint.low_generator, aten.normal.float_float, batch=draw_shape(2))
 
 
 def normal_alike(draw: Any, op: Op, mean: Any, std: Any = 1.0, generator: Any = None) -> torch.Tensor:
@@ -131,6 +135,8 @@ def bernoulli_alike(draw: Any, op: Op, p: torch.Tensor, generator: Any = None) -
 
 def multinomial_alike(draw: Any, op: Op, p: torch.Tensor, count: int, replacement: bool = False, generator: Any = None) -> torch.Tensor:
     """One draw of the noise that PyTorch's kernel draws, whatever the probabilities are."""
+    if p.dim() not in (1, 2):
+        raise RuntimeError("prob_dist must be 1 or 2 dim")
     if replacement and count > 1:
         noise = draw(aten.rand.generator, [*p.shape[:-1], count], generator=generator, dtype=torch.float64, device=p.device)
         reached = p.double().cumsum(-1)
@@ -153,15 +159,17 @@ constant(
     aten.randperm.generator,
     batch=lambda batch, op, n, *args, **kwargs: torch.stack([op(n, *args, **kwargs) for _ in range(batch.size)]),
 )
-constant(
-    aten.multinomial.default,
-    same=multinomial_alike,
-    batch=lambda batch, op, p, count, *args, **kwargs: (
-        op(batch.physical(p), count, *args, **kwargs)
-        if p.dim() == 1
-        else op(batch.physical(p).flatten(0, 1), count, *args, **kwargs).unflatten(0, (batch.size, -1))
-    ),
-)
+
+
+def _draw_from_rows(batch: Any, op: Op, p: torch.Tensor, count: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+    if p.dim() == 1:
+        return op(batch.physical(p), count, *args, **kwargs)
+    if p.dim() != 2:
+        raise RuntimeError("prob_dist must be 1 or 2 dim")
+    return op(batch.physical(p).flatten(0, 1), count, *args, **kwargs).unflatten(0, (batch.size, -1))
+
+
+constant(aten.multinomial.default, same=multinomial_alike, batch=_draw_from_rows)
 
 
 def _dropout_back(out: Any, x: torch.Tensor, p: float, train: bool | None) -> Any:

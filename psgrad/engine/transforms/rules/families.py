@@ -149,15 +149,16 @@ def shifted(*positions: int, defaults: Mapping[int, Any] | None = None) -> Calla
             elif isinstance(value, (list, tuple)):
                 full[position - 1] = [wrap_dim(d, rank) + 1 for d in value]
         if rank == 0:  # an axis of a scalar: taken as a vector of one
-            return _without_unit_axis(op(batch.physical(x).unsqueeze(1), *full, **kwargs))
+            return without_unit_axis(op(batch.physical(x).unsqueeze(1), *full, **kwargs))
         return op(batch.physical(x), *full, **kwargs)
 
     return rule
 
 
-def _without_unit_axis(result: Any) -> Any:
+def without_unit_axis(result: Any) -> Any:
+    """Results [n] of an operator that ran on scalars as vectors of one, and may have kept their axis."""
     if isinstance(result, (tuple, list)):
-        return tuple(_without_unit_axis(item) for item in result)
+        return tuple(without_unit_axis(item) for item in result)
     return result.squeeze(1) if result.dim() == 2 else result
 
 

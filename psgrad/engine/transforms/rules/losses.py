@@ -11,6 +11,7 @@ from psgrad.engine.transforms.interpreter import run
 from psgrad.engine.transforms.rules.families import aten, wrap_dim
 from psgrad.engine.transforms.rules.registry import Op, define, replace
 from psgrad.engine.transforms.rules.special import no_derivative
+from psgrad.engine.transforms.shapes import refuse_shapes
 
 
 def _softmax_batch(batch: Any, op: Op, x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
@@ -285,6 +286,8 @@ def _ctc_backward_back(out: torch.Tensor, g: torch.Tensor, *args: Any) -> Any:
 def _ctc_folded(batch: Any, args: Any) -> list[Any]:
     """Log-probabilities [t, b, c], targets [b, s] or all in a row, lengths [b] or one: all samples' sequences become one batch."""
     log_probabilities, targets, *lengths = args
+    if targets.dim() not in (1, 2):
+        raise RuntimeError(f"ctc_loss: targets must have one or two axes, not shape {tuple(targets.shape)}")
     rows = batch.physical(log_probabilities).transpose(0, 1).flatten(1, 2)
     labels = batch.physical(targets).flatten(0, 1)
     return [rows, labels, *[batch.fold(t.reshape(-1)) if isinstance(t, torch.Tensor) else list(t) * batch.size for t in lengths]]
@@ -315,6 +318,7 @@ def _linear_cross_entropy(
 ) -> torch.Tensor:
     """The kernels compute gradients as they go, for the batch as a whole; a sample has few enough logits to have them at once."""
     logits = aten.linear.default(x, layer, bias)
+    refuse_shapes(aten.cross_entropy_loss.default, (logits, target, weight), {})
     return aten.cross_entropy_loss.default(logits, target, weight, ("none", "mean", "sum").index(reduction), ignore_index, smoothing)
 
 

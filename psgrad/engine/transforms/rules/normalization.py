@@ -185,13 +185,16 @@ define(aten.native_group_norm_backward.default, batch=_group_norm_backward_batch
 def _batch_norm(
     x: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float, cudnn_enabled: bool
 ) -> torch.Tensor:
-    """With running statistics: an affine map per channel. With batch statistics: refused where the batch is ours."""
+    """With running statistics: an affine map per channel. With those of the batch: refused where the batch is one sample.
+
+    A mapped value with several rows is a batch of the user's own (a vmap over models or over batches): its statistics are taken within it.
+    """
     if x.dim() < 2:
         raise TransformError(
             f"batch norm of a tensor of shape {tuple(x.shape)}{diagnostics.where()}", expected="a batch axis and a channel axis"
         )
     if training:
-        if _samples_are_mapped(x):
+        if _samples_are_mapped(x) and (x.shape[0] == 1 or (mean is not None and not _samples_are_mapped(mean))):
             raise diagnostics.batch_statistics_error(diagnostics.where())
         return _with_batch_statistics(x, weight, bias, mean, var, momentum, eps)
     channels = (1, -1, *(1,) * (x.dim() - 2))

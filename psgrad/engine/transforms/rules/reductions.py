@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms.rules.elementwise import conj
-from psgrad.engine.transforms.rules.families import aten, cast, shifted, wrap_dim
+from psgrad.engine.transforms.rules.families import aten, cast, shifted, without_unit_axis, wrap_dim
 from psgrad.engine.transforms.rules.registry import Op, constant, define, replace
 
 
@@ -47,7 +47,7 @@ def by_axes(batch: Any, op: Op, x: torch.Tensor, dims: Any = None, *args: Any, *
     """Batching of a reduction over some axes."""
     physical = batch.physical(x)
     if x.dim() == 0:
-        return op(physical.unsqueeze(1), [1], False, **kwargs)
+        return without_unit_axis(op(physical.unsqueeze(1), [1], *args, **kwargs))
     return op(physical, [a + 1 for a in axes_of(dims, x.dim())], *args, **kwargs)
 
 
