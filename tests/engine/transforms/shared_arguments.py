@@ -75,11 +75,11 @@ def _losses() -> Iterator[tuple[str, Program]]:
                 (shape, (3,)),
             ),
             "multilabel_margin": (
-                lambda x, y=torch.tensor([[1, 0, -1]] * rows), r=reduction: F.multilabel_margin_loss(x, y, reduction=r),
+                lambda x, k=rows, r=reduction: F.multilabel_margin_loss(x, torch.tensor([[1, 0, -1]] * k), reduction=r),
                 (shape,),
             ),
             "cosine_embedding": (
-                lambda x, y, t=torch.ones(rows), r=reduction: F.cosine_embedding_loss(x, y, t, reduction=r),
+                lambda x, y, k=rows, r=reduction: F.cosine_embedding_loss(x, y, torch.ones(k), reduction=r),
                 (shape, shape),
             ),
             "triplet": (lambda x, y, z, r=reduction: F.triplet_margin_loss(x, y, z, reduction=r), (shape, shape, shape)),
@@ -108,7 +108,8 @@ def _pools() -> Iterator[tuple[str, Program]]:
                 Program(lambda x, f=fractional, p=places: f(x, 2, output_size=2, _random_samples=p), (shape,)),
             )
         if axes < 3:
-            yield f"lp_pool{axes}d {list(shape)}", Program(lambda x, f=getattr(F, f"lp_pool{axes}d"): f(x.square() + 0.1, 2, 2), (shape,))
+            powers = getattr(F, f"lp_pool{axes}d")
+            yield f"lp_pool{axes}d {list(shape)}", Program(lambda x, f=powers: f(x.square() + 0.1, 2, 2), (shape,))
         mode = ("linear", "bilinear", "trilinear")[axes - 1]
         for how in (mode, "nearest"):
             yield f"interpolate {how} {list(shape)}", Program(lambda x, m=how: F.interpolate(x, scale_factor=2, mode=m), (shape,))

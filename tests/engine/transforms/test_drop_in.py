@@ -480,6 +480,36 @@ PROGRAMS |= {
 }
 
 
+def normed(tf: Any, map_models: bool, **keywords: Any) -> Any:
+    """Gradients through a batch norm in training mode, whose batch is the user's: two batches, or two models on one batch."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, **keywords), nn.Linear(4, 1)).double()
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    batches = torch.arange(30.0, dtype=torch.float64).reshape(2, 5, 3).sin()
+    gradient = tf.grad(lambda params, x: tf.functional_call(model, params, (x,)).square().sum())
+    if map_models:
+        return tf.vmap(gradient, (0, None))({name: torch.stack([p, p + 0.1]) for name, p in params.items()}, batches[0])
+    return tf.vmap(gradient, (None, 0))(params, batches)
+
+
+def with_generator(tf: Any, randomness: str, *limits: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return tf.vmap(lambda x: x * torch.randint(*limits, (3,), generator=generator), randomness=randomness)(M)
+
+
+PROGRAMS |= {
+    "batch statistics of each of several batches": lambda tf: normed(tf, False, track_running_stats=False),
+    "batch statistics in each of several models": lambda tf: normed(tf, True, track_running_stats=False),
+    "batch statistics without a layer": lambda tf: tf.grad(lambda x: F.batch_norm(x, None, None, training=True).pow(3).sum())(M),
+    "batch statistics in forward mode": lambda tf: tf.jvp(lambda x: F.batch_norm(x, None, None, training=True), (M,), (M.cos(),)),
+    "variance and mean of scalars": lambda tf: tf.vmap(lambda x: torch.var_mean(x, dim=0, correction=0))(X),
+    "group norm of what meets the samples later": lambda tf: tf.vmap(
+        tf.grad(lambda p, x: (F.group_norm(p[None, None], 1) * x).sum()), (None, 0)
+    )(X, M),
+    "randint with a generator, different": lambda tf: with_generator(tf, "different", 9),
+    "randint with a generator, the same": lambda tf: with_generator(tf, "same", 2, 9),
+}
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_as_torch_func(name: str) -> None:
     same(run(PROGRAMS[name], transforms), run(PROGRAMS[name], torch.func))
@@ -599,6 +629,12 @@ MISTAKES |= {
     f"{name}, where none is allowed": lambda tf, f=f: drawn(tf, f, "error")
     for name, f in (DRAWS | DRAWS_OF_THEIR_OWN).items()
     if name not in ("none", "dropout of nothing and of all")
+}
+
+
+MISTAKES |= {
+    "running statistics of several batches": lambda tf: normed(tf, False),
+    "running statistics of several models": lambda tf: normed(tf, True),
 }
 
 
