@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from psgrad.engine import transforms
 from psgrad.errors import PsgradError
 from tests.engine.transforms import derivatives
 from tests.engine.transforms.operators import Program, entries, programs
@@ -46,5 +51,60 @@ def differing(names: Sequence[str]) -> dict[str, str]:
     return found
 
 
-if __name__ == "__main__":
-    print(differing([name for name in entries() if name not in UNJUDGED]))
+# Results in a type of fewer bits: the two modes round at different places.
+ROUNDED = "bfloat16 half chalf"
+
+PLACES = torch.tensor([0, 2, 2, 0])
+# The conventions of docs/transforms.md: a function and the shape of its argument.
+CONVENTIONS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
+    "`embedding` with `padding_idx`": (lambda table: F.embedding(PLACES, table, padding_idx=0), (3, 2)),
+    "`max_unpool1d`, `max_unpool2d`, `max_unpool3d`": (
+        lambda x: F.max_unpool1d(x, torch.tensor([[[0, 0]]]), 2),
+        (1, 1, 2),
+    ),
+}
+ENTRIES = "nn.functional.max_unpool1d nn.functional.max_unpool2d nn.functional.max_unpool3d"  # of the database, among the conventions
+PAGE = Path(__file__).parents[3] / "docs" / "transforms.md"
+
+
+def modes(tf: Any, function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    """(J u, J^T v) for fixed u and v."""
+    out, pushed = tf.jvp(function, (x,), (x.cos(),))
+    return pushed, tf.vjp(function, x)[1](out.sin() + 1)[0]
+
+
+@pytest.mark.parametrize("name", CONVENTIONS)
+def test_modes_differ_by_the_listed_convention_as_those_of_torch_func_do(name: str) -> None:
+    function, shape = CONVENTIONS[name]
+    x = torch.arange(1.0, 1 + math.prod(shape), dtype=torch.float64).reshape(shape)
+    pushed, pulled = modes(transforms, function, x)
+    assert not torch.isclose(((function(x).sin() + 1) * pushed).sum(), (pulled * x.cos()).sum())
+    theirs = modes(torch.func, function, x)
+    torch.testing.assert_close((pushed, pulled), theirs)
+
+
+def test_the_page_lists_the_conventions() -> None:
+    listed = [line.split("|")[1].strip() for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `embedding`")]
+    listed += [line.split("|")[1].strip() for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `max_unpool")]
+    assert listed == list(CONVENTIONS)
+
+
+@pytest.mark.parametrize("name", ["sin", "mm", "cumsum", "nn.functional.layer_norm", "fft.rfft"])
+def test_forward_mode_is_the_transpose_of_reverse_mode(name: str) -> None:
+    assert differing([name]) == {}
+
+
+@pytest.mark.sweep
+def test_forward_mode_is_the_transpose_of_reverse_mode_for_all_operators() -> None:
+    names = [name for name in entries() if name not in UNJUDGED and name not in ROUNDED.split()]
+    assert set(differing(names)) == set(ENTRIES.split())
+
+
+def test_a_jvp_that_is_no_transpose_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(derivatives, "jvp", lambda *args, **keywords: (*_doubled(transforms.jvp(*args, **keywords)),))
+    assert set(differing(["sin"])) == {"sin"}
+
+
+def _doubled(found: Any) -> Any:
+    out, tangents, *rest = found
+    return out, tuple(2 * t for t in tangents), *rest
