@@ -50,11 +50,15 @@ _USUAL_RANKS: dict[Op, dict[int, Container[int]]] = {
 
 _MOST_SIGNATURES = 1 << 16
 _accepted: set[Any] = set()
+_never_asked: dict[int, Op] = {}  # by id, as hashing an operator takes long; the value keeps the id its own
 
 
 def refuse_shapes(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise the operator's own error where it does not take arguments of these shapes."""
-    signature = (id(op), *[_shape(a) for a in args])
+    number = id(op)
+    if number in _never_asked:
+        return
+    signature = (number, *[a.shape if isinstance(a, torch.Tensor) else _shape(a) if type(a) is list else a for a in args])
     if kwargs:
         signature += tuple([(name, _shape(a)) for name, a in kwargs.items()])
     try:
@@ -62,9 +66,11 @@ def refuse_shapes(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
             return
     except TypeError:  # an argument that can't be hashed
         return
-    if _is_asked(op):
-        with _disable_current_modes():
-            _ask(op, args, kwargs)
+    if not _is_asked(op):
+        _never_asked[number] = op
+        return
+    with _disable_current_modes():
+        _ask(op, args, kwargs)
     if len(_accepted) >= _MOST_SIGNATURES:
         _accepted.clear()
     _accepted.add(signature)
