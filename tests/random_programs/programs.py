@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.random_programs.written_out import WrittenOut
+from tests.seeds import set_seed
 
 FIRST_ORDER = {
     "vmap",
@@ -79,15 +80,17 @@ class Program:
 
     def values(self, dtype: torch.dtype | None = None) -> list[Tensor]:
         """The arguments, the sample axis in front of those that are batched. Floating ones are rounded to the program's dtype."""
-        names: dict[str, Any] = {"torch": torch}
-        for argument in self.arguments:
-            torch.manual_seed(argument.seed)
-            value = eval(argument.make.format(shape=self.full_shape(argument)), names)
-            names[argument.name] = value.to(self.dtype) if argument.floating else value
-            for edit in argument.edits:
-                exec(edit.format(name=argument.name), names)
-        found = [names[argument.name] for argument in self.arguments]
+        found = [self.value(argument) for argument in self.arguments]
         return [x.to(dtype) if dtype is not None and x.is_floating_point() else x for x in found]
+
+    def value(self, argument: Argument) -> Tensor:
+        names: dict[str, Any] = {"torch": torch}
+        set_seed(argument.seed)
+        value = eval(argument.make.format(shape=self.full_shape(argument)), names)
+        names[argument.name] = value.to(self.dtype) if argument.floating else value
+        for edit in argument.edits:
+            exec(edit.format(name=argument.name), names)
+        return names[argument.name]
 
     def full_shape(self, argument: Argument) -> tuple[int, ...]:
         return (self.samples, *argument.shape) if argument.batched else argument.shape
@@ -106,6 +109,13 @@ class Program:
             return tuple(names[name] for name in self.outputs)
 
         return f
+
+    @property
+    def unit(self) -> float:
+        """A unit in the last place of the narrowest type that the program computes with."""
+        text = " ".join(statement.text for statement in self.statements)
+        named = [torch.float32] * (".float()" in text) + [torch.bfloat16] * ("bfloat16" in text)
+        return max(torch.finfo(dtype).eps for dtype in (self.dtype, *named))
 
     def places(self, which: Callable[[Argument], bool]) -> list[int]:
         return [i for i, argument in enumerate(self.arguments) if which(argument)]

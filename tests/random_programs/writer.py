@@ -144,7 +144,7 @@ class Writer:
         seed = self.random.randrange(10**6)
         argument = Argument(name, tuple(shape), make, edits, seed, batched, differentiated, floating, dim)
         self.arguments.append(argument)
-        value = self.program(()).values()[-1]
+        value = self.program(()).value(argument)
         self.tensors[name] = value[0] if batched else value
         self.outside.add(value.untyped_storage().data_ptr())
         return name

@@ -64,6 +64,11 @@ class Layout:
         return self.inner if self.window is None else tuple(run.size for run in self.window)
 
     @property
+    def size(self) -> int:
+        """How many entries the parameter has."""
+        return math.prod(self.shape)
+
+    @property
     def is_identity(self) -> bool:
         return self.window is None and self._is_ordered
 

@@ -102,6 +102,7 @@ def _written_out(a: Placed, b: Placed) -> torch.Tensor:
     size = 2 * kind.itemsize * math.prod(a.layout.shape)
     out = torch.empty(a.term.samples, dtype=torch.float64, device=a.term.device)
     for block in blocks(a.term.samples, size, a.term.device):
-        x, y = (p.layout.apply(p.term.at(block, kind).materialise(), lead=1).flatten(1) for p in (a, b))
+        found = [p.layout.apply(p.term.at(block, kind).materialise(), lead=1) for p in (a, b)]
+        x, y = (value.reshape(len(value), a.layout.size) for value in found)
         out[block] = sum_of_products(x, y).double()
     return out

@@ -106,7 +106,7 @@ def functional_variant(op: Op) -> Op | None:
         return None
     special = {
         "bernoulli_.float": aten.bernoulli.p,
-        "zero_": aten.zeros_like.default,
+        "zero_": aten.fill.Scalar,
         "pow_.Scalar": aten.pow.Tensor_Scalar,
         "pow_.Tensor": aten.pow.Tensor_Tensor,
         "normal_": aten.normal_functional.default,
@@ -124,9 +124,11 @@ def functional_variant(op: Op) -> Op | None:
 
 
 def operator_defaults(op: Op, given: int, kwargs: dict[str, Any]) -> list[Any]:
-    """Values for arguments that `op` demands and its in-place namesake leaves out (the 0.5 of `bernoulli_()`)."""
+    """Values for arguments that `op` demands and its in-place namesake leaves out (the 0.5 of `bernoulli_()`, the 0 of `zero_()`)."""
     if op is aten.bernoulli.p and given < 2 and "p" not in kwargs:
         return [0.5]
+    if op is aten.fill.Scalar and given < 2 and "value" not in kwargs:
+        return [0]
     return []
 
 

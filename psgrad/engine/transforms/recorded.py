@@ -15,6 +15,7 @@ from torch._decomp import decomposition_table
 
 from psgrad.engine.transforms.interpreter import divides_by_sizes, written_for_autograd
 from psgrad.engine.transforms.operators import aten
+from psgrad.engine.transforms.rules.registry import decompose
 
 for _op in (
     aten.silu_backward.default,
@@ -25,6 +26,8 @@ for _op in (
 ):
     written_for_autograd[_op] = decomposition_table[_op]
     divides_by_sizes.add(_op)
+_attention_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+written_for_autograd[_attention_backward] = lambda *args, **kwargs: decompose(_attention_backward, args, kwargs)
 
 
 def _copy(x: torch.Tensor, source: Any, non_blocking: bool = False) -> torch.Tensor:

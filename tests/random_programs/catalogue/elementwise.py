@@ -6,7 +6,7 @@ from tests.random_programs.writer import Line, Operator, Skipped, Writer
 
 UNARY = """
 {x}.sin() | {x}.cos() | {x}.tanh() | {x}.sigmoid() | {x}.exp() | {x}.square() | {x}.abs() | -{x} | {x}.relu() | F.gelu({x}) | F.silu({x})
-F.softplus({x}) | F.elu({x}) | F.leaky_relu({x}, 0.1) | F.hardtanh({x}) | F.mish({x}) | F.selu({x}) | F.celu({x}, 0.5) | F.hardswish({x})
+F.softplus({x}) | F.elu({x} + 0.01) | F.leaky_relu({x}, 0.1) | F.hardtanh({x}) | F.mish({x}) | F.selu({x} + 0.01) | F.celu({x} + 0.01, 0.5) | F.hardswish({x})
 F.logsigmoid({x}) | F.softsign({x}) | F.tanhshrink({x}) | F.softshrink({x}, 0.2) | F.hardshrink({x}, 0.3) | F.relu6({x}) | F.hardsigmoid({x})
 F.gelu({x}, approximate='tanh') | F.threshold({x}, 0.1, -0.5)
 ({x}.abs() + 0.5).log() | ({x}.abs() + 0.1).sqrt() | ({x}.square() + 0.3).rsqrt() | 1 / ({x}.square() + 0.5) | {x}.atan() | {x}.erf() | {x}.expm1()

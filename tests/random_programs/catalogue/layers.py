@@ -74,7 +74,7 @@ def _over_channels(w: Writer) -> Line:
     x, shape = _image(w, w.random.choice((0, 1, 1, 2)))
     channels = shape[1]
     c = (channels,)
-    weight, bias = _optional(w, c), _optional(w, c)
+    weight, bias = (w.other(c), w.other(c)) if w.random.random() < 0.6 else ("None", "None")
     mean, var = w.argument(c, keep=True), w.argument(c, "torch.rand({shape}) + 0.5", keep=True)
     groups = w.random.choice([g for g in range(1, channels + 1) if channels % g == 0])
     ways = (

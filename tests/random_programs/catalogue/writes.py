@@ -8,9 +8,9 @@ from tests.random_programs.writer import Line, Operator, Writer
 ALONE = """
 {x}.sin_() | {x}.tanh_() | {x}.mul_({n}) | {x}.add_({n}) | {x}.zero_() | {x}.fill_({n}) | {x}.relu_() | {x}.neg_() | {x}.abs_() | {x}.sigmoid_()
 {x}.clamp_(-0.4, 0.6) | {x}.square_() | {x}.exp_() | {x}.div_({n}) | {x}.pow_(2) | {x} *= {n} | {x} += {n} | {x} /= 2 | {x} -= 0.3 | {x}[...] = {n}
-F.relu({x}, inplace=True) | F.leaky_relu({x}, 0.2, inplace=True) | F.elu({x}, inplace=True) | F.hardtanh({x}, inplace=True) | {x}.atan_() | {x}.erf_()
+F.relu({x}, inplace=True) | F.leaky_relu({x}, 0.2, inplace=True) | F.elu({x}.add_(0.01), inplace=True) | F.hardtanh({x}, inplace=True) | {x}.atan_() | {x}.erf_()
 F.silu({x}, inplace=True) | F.threshold({x}, 0.1, 0.2, inplace=True) | {x}.cos_() | {x}.expm1_() | {x}.frac_() | {x}.round_() | {x}.sign_() | {x}.nan_to_num_()
-{x}.clamp_min_(0.1) | {x}.rsqrt_() | {x}.sqrt_() | {x}.reciprocal_() | {x}.log1p_() | {x}.sinh_() | F.celu({x}, inplace=True) | F.mish({x}, inplace=True)
+{x}.clamp_min_(0.1) | {x}.rsqrt_() | {x}.sqrt_() | {x}.reciprocal_() | {x}.log1p_() | {x}.sinh_() | F.mish({x}, inplace=True)
 """
 OF_ANOTHER = """
 {x}.copy_({y}) | {x}.add_({y}) | {x}.mul_({y}) | {x}.sub_({y}) | {x}.div_({y}.square() + 0.5) | {x} += {y} | {x} *= {y} | {x}.lerp_({y}, 0.3)
@@ -89,7 +89,7 @@ def _by_index(w: Writer) -> Line:
     i = w.integers((count,), shape[0], -shape[0])
     y = w.other((count, *shape[1:]))
     mask = f"{w.other(shape)} > 0"
-    ways = [f"{x}.index_put_(({i},), {y}, accumulate=True)", f"{x}[{mask}] = {w.number()}", f"{x}.masked_scatter_({mask}, {w.other(shape)})"]
+    ways = [f"{x}.index_put_(({i},), {y}, accumulate=True)", f"{x}[{mask}] = {w.number()}", f"{x}.masked_scatter_({mask}, {w.other(shape)}.clone())"]
     ways += [f"{x}[{i}[0]] = {y}[0]", f"{x}[[0]] = {y}[:1]", f"{x}[torch.tensor([0, -1])] *= 2"]
     if count == 1:
         ways += [f"{x}[{i}] = {y}", f"{x}[..., {w.integers((1,), shape[-1])}] += 0.5"]

@@ -144,7 +144,7 @@ def _are_products(bundle: Sequence[Region], side: int, places: torch.Tensor) -> 
     broken = torch.zeros_like(found)
     for region in bundle if len(places) else ():
         for placed in (region.left, region.right)[side]:
-            factors = [f[places].flatten(1) for f in placed.term.factors if f.is_floating_point() and f[0].numel()]
+            factors = [f[places].reshape(len(places), -1) for f in placed.term.factors if f.is_floating_point() and f[0].numel()]
             largest = [torch.linalg.vector_norm(f, math.inf, 1) for f in factors]
             if largest:
                 found |= torch.stack([size > 0 for size in largest]).all(0)

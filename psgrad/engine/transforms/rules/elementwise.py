@@ -266,7 +266,7 @@ elementwise(aten.nan_to_num.default, x0=lambda out, x, *args, **kwargs: lambda g
 
 
 def _dsinc(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    return torch.where(x == 0, torch.zeros_like(x), (torch.cos(math.pi * x) - out) / torch.where(x == 0, torch.ones_like(x), x))
+    return torch.where(x == 0, x * (-(math.pi**2) / 3), (torch.cos(math.pi * x) - out) / torch.where(x == 0, torch.ones_like(x), x))
 
 
 # -- activations ------------------------------------------------------------------------------------------------------------------
@@ -394,9 +394,15 @@ def _written(out: torch.Tensor, x: torch.Tensor, source: torch.Tensor, *args: An
     return lambda g: sum_to(g, shape, dtype)
 
 
-define(aten.copy.default, vjp={1: _written}, batch=_overwrite_batch)
-define(aten.fill.Tensor, vjp={1: _written}, batch=_overwrite_batch)
-constant(aten.fill.Scalar, batch=_overwrite_batch)
+def _overwritten(out: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """A cotangent of zeros, not none: where the value that is gone has a derivative that is not finite, autograd's is no number."""
+    shape, dtype, device = x.shape, x.dtype, x.device
+    return lambda g: torch.zeros(shape, dtype=dtype, device=device)
+
+
+define(aten.copy.default, vjp={0: _overwritten, 1: _written}, batch=_overwrite_batch)
+define(aten.fill.Tensor, vjp={0: _overwritten, 1: _written}, batch=_overwrite_batch)
+define(aten.fill.Scalar, vjp={0: _overwritten}, batch=_overwrite_batch)
 
 
 def _copied(batch: Any, op: Any, x: torch.Tensor, *, memory_format: Any = None, **kwargs: Any) -> torch.Tensor:

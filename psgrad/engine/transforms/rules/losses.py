@@ -205,7 +205,8 @@ def _smooth_l1_loss(x: torch.Tensor, y: torch.Tensor, reduction: int = 1, beta: 
     distance = (x - y).abs()
     if beta == 0:
         return reduced(distance, reduction)
-    return reduced(torch.where(distance < beta, 0.5 * distance * distance / beta, distance - 0.5 * beta), reduction)
+    near = torch.where(distance < beta, distance, 0)  # an infinite distance must not meet the cotangent of zero on this side
+    return reduced(torch.where(distance < beta, 0.5 * near * near / beta, distance - 0.5 * beta), reduction)
 
 
 @replace(aten.binary_cross_entropy.default)

@@ -320,9 +320,13 @@ def _std_mean(x: torch.Tensor, dims: Any = None, *, correction: Any = 1, keepdim
 
 
 def _norm_back(out: torch.Tensor, x: torch.Tensor, order: Any = 2, dims: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    shape = x.shape
+    shape, narrow = x.shape, x.dtype
+    x = x if dtype is None else cast(x, dtype)
 
     def back(g: torch.Tensor) -> torch.Tensor:
+        return cast(in_the_norms_dtype(g), narrow)
+
+    def in_the_norms_dtype(g: torch.Tensor) -> torch.Tensor:
         norm, g_wide = spread(out, shape, dims, keepdim), spread(g, shape, dims, keepdim)
         if order == 0:
             return torch.zeros_like(x)
