@@ -1,4 +1,4 @@
-"""Normalisations as programs of elementwise operators.
+"""Normalisations, and one loss, as programs of elementwise operators.
 
 The second derivatives of PyTorch's kernels take the means and deviations that the kernels return for constants, so that third
 derivatives through them are wrong; the oracle of nested transforms runs these instead.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class WrittenOut:
-    """torch.nn.functional, but for four functions."""
+    """torch.nn.functional, but for five functions."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(F, name)
@@ -34,6 +34,12 @@ class WrittenOut:
     def instance_norm(x: Tensor, *, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
         F.instance_norm(x, weight=weight, bias=bias, eps=eps)
         return _affine(_normal(_wide(x), list(range(2, x.dim())), eps), _by_channel(weight, x), _by_channel(bias, x), x.dtype)
+
+    @staticmethod
+    def binary_cross_entropy(x: Tensor, y: Tensor, *, reduction: str = "mean") -> Tensor:
+        """Without what the kernel's derivatives add to what they divide by."""
+        loss = -(y * x.log().clamp_min(-100) + (1 - y) * (-x).log1p().clamp_min(-100))
+        return {"mean": loss.mean(), "sum": loss.sum(), "none": loss}[reduction]
 
     @staticmethod
     def batch_norm(

@@ -131,8 +131,11 @@ class DerivativeLevel(AdoptingLevel):
                     next_step="give it a setup_context, and call it by its class, not by a name that `apply` was bound to before; or write "
                     "the computation with ordinary tensor operations (for a checkpoint: use_reentrant=False)",
                 )
+        below = op
+        if op is aten.view.default and self.owns(args[0]) and values[0].stride() != args[0].stride():
+            below = aten.reshape.default  # a write has put a value in place that lies in memory otherwise than the tracer says
         if not follows:
-            result = self.lower(op, values, self.unwrap(kwargs) if kwargs else kwargs)
+            result = self.lower(below, values, self.unwrap(kwargs) if kwargs else kwargs)
             result = self.constant(result) if isinstance(result, torch.Tensor) else map_tracers(self.constant, result)
         else:
             rule = operator.derivative
@@ -141,7 +144,7 @@ class DerivativeLevel(AdoptingLevel):
             custom = rule.instead(self, args, kwargs) if rule.instead is not None else None
             if custom is not None:
                 return custom
-            result = self.apply(rule, op, values, self.unwrap(kwargs) if kwargs else kwargs, inputs)
+            result = self.apply(rule, below, values, self.unwrap(kwargs) if kwargs else kwargs, inputs)
         return self.remember_views(op, args, kwargs, result) if operator.facts.is_view else result
 
     def inputs(self, args: tuple[Any, ...]) -> list[tuple[Position, Any]]:

@@ -348,8 +348,12 @@ def test_differentiated_from_outside_as_from_inside(name: str, transform: Callab
     torch.testing.assert_close(torch.autograd.grad(function(leaf).cos().sum(), leaf)[0], grad(lambda x: function(x).cos().sum())(X[0]))
 
 
-def test_attention_that_is_looked_on_has_no_second_derivative() -> None:
+def test_attention_differentiated_again_by_the_callers_autograd() -> None:
     leaf = MATRIX.clone().requires_grad_()
+
+    def by_products(x: Tensor) -> Tensor:
+        return (((x @ MATRIX.mT) * 3**-0.5).softmax(-1) @ x).sum()
+
     gradient = grad(lambda x: F.scaled_dot_product_attention(*[t.reshape(1, 1, 3, 3) for t in (x, MATRIX, x)]).sum())(leaf)
-    with pytest.raises(RuntimeError, match="derivative for aten::_scaled_dot_product_flash_attention_for_cpu_backward is not implemented"):
-        torch.autograd.grad(gradient.sum(), leaf)
+    expected = torch.autograd.grad(by_products(leaf), leaf, create_graph=True)[0]
+    torch.testing.assert_close(*[torch.autograd.grad(x.square().sum(), leaf)[0] for x in (gradient, expected)])

@@ -88,9 +88,11 @@ def _attention_batch(
         return batch.physical(by_matrix_products(query, key, value, attn_mask, dropout_p, is_causal, **kwargs))
     lifted = [_to_rank_4(t).expand(*_common(query, key, value), -1, -1) if rank < 4 else t for t in (query, key, value)]
     mask = _fold_mask(batch, attn_mask, query)
-    out = op(*[batch.fold(t) for t in lifted], mask, dropout_p, is_causal, **kwargs)
-    out = batch.unfold(out)
-    if state.attached:  # a kernel of four axes keeps its result for the caller's autograd, which one of fewer axes need not
+    folded = [batch.fold(t) for t in lifted]
+    if state.attached:  # the kernel keeps its arguments and its result for the caller's autograd; the function may write into its own
+        folded = [t.clone() for t in folded]
+    out = batch.unfold(op(*folded, mask, dropout_p, is_causal, **kwargs))
+    if state.attached:
         out = out.clone()
     return out.reshape(batch.size, *query.shape[:-1], value.shape[-1]) if rank < 4 else out
 

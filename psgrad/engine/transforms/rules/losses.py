@@ -205,8 +205,9 @@ def _smooth_l1_loss(x: torch.Tensor, y: torch.Tensor, reduction: int = 1, beta: 
     distance = (x - y).abs()
     if beta == 0:
         return reduced(distance, reduction)
-    near = torch.where(distance < beta, distance, 0)  # an infinite distance must not meet the cotangent of zero on this side
-    return reduced(torch.where(distance < beta, 0.5 * near * near / beta, distance - 0.5 * beta), reduction)
+    is_far = distance >= beta  # what is no number is near, as in PyTorch's kernel
+    near = torch.where(is_far, 0, distance)  # an infinite distance must not meet the cotangent of zero on this side
+    return reduced(torch.where(is_far, distance - 0.5 * beta, 0.5 * near * near / beta), reduction)
 
 
 @replace(aten.binary_cross_entropy.default)

@@ -1,0 +1,24 @@
+"""The refusals by name that a random program may meet. Any other fails."""
+
+from __future__ import annotations
+
+import re
+
+ALLOWED = (
+    "BatchNorm in training mode",
+    "writes in place into a tensor that views were taken of",
+    "writes in place into a view made by",
+    "writes in place into a traced tensor",
+    "writes in place into a tensor without a sample axis",
+    "writes in place into a tensor from outside",
+    "can't turn a tensor of shape",
+    "has no rule",
+    "is not known",
+    "samples take different branches",
+    "refers to a single memory location",
+    "refer to a single memory location",
+)
+
+
+def is_allowed(words: str) -> bool:
+    return any(re.search(pattern, words) for pattern in ALLOWED)
