@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import datetime
 import os
-import re
 import time
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from psgrad.engine.gradients import per_sample_gradients
-from psgrad.engine.transforms import grad, interpreter, jvp, vmap
+from psgrad.engine.transforms import derivatives, grad, interpreter, jvp, operators, vmap
 from psgrad.engine.transforms.rules import registry
 from tests.random_programs.allowed import is_allowed
 from tests.random_programs.checking import REFUSED, Outcome, check
+from tests.random_programs.programs import Argument, Program, Statement
 from tests.random_programs.shrinking import shrunk
 from tests.random_programs.writer import write
 
@@ -54,3 +56,194 @@ def test_random_operator_programs_seed_of_the_day(capsys: pytest.CaptureFixture[
     with capsys.disabled():
         print(f"\nrandom programs, PSGRAD_PROGRAMS_SEED={day}: {dict(counts)}")
     assert not found, f"PSGRAD_PROGRAMS_SEED={day}\n" + "\n\n".join(found)
+
+
+# -- one test for each class of fault that was found ----------------------------------------------------------------------------------
+
+V = torch.linspace(-1.2, 1.4, 48, dtype=torch.float64).reshape(3, 4, 4)
+P = torch.tensor([0.3, -0.8, 0.5, 1.1], dtype=torch.float64)
+
+
+def by_outer_autograd(write_into: Any, mapped: bool) -> Tensor:
+    """The gradient in p that the caller's autograd finds, of a loss in which p is used beside the write, too."""
+    p = P.clone().requires_grad_()
+
+    def f(v: Tensor) -> Tensor:
+        w = v.clone()
+        write_into(w, p)
+        return (w * w).sum() + (p * p).sum()
+
+    out = vmap(f)(V) if mapped else torch.stack([f(v) for v in V])
+    return torch.autograd.grad(out.sum(), p)[0]
+
+
+WRITES_THROUGH_VIEWS = {
+    "w[2] = p": lambda w, p: w.__setitem__(2, p),
+    "w[1:3].lerp_": lambda w, p: w[1:3].lerp_(p, 0.3),
+    "w.t().copy_": lambda w, p: w.t().copy_(p),
+    "w.view().select().mul_": lambda w, p: w.view(2, 2, 4)[0].select(0, 1).mul_(p),
+    "w.unfold()[1].copy_": lambda w, p: w.unfold(0, 2, 2)[1].copy_(p[:2]),
+    "w.diagonal().add_": lambda w, p: w.diagonal().add_(p),
+    "w.narrow().clamp_(p)": lambda w, p: w.narrow(0, 1, 2).clamp_(p, p + 1),
+    "w[1:].copysign_": lambda w, p: w[1:].copysign_(p),
+    "w[..., 0].fill_": lambda w, p: w[..., 0].fill_(p[1]),
+    "w[1].scatter_reduce_": lambda w, p: w[1].scatter_reduce_(0, torch.tensor([0, 0, 2, 1]), p, "amax"),
+}
+
+
+@pytest.mark.parametrize("name", WRITES_THROUGH_VIEWS)
+def test_vmap_outer_autograd_write_through_view(name: str) -> None:
+    write_into = WRITES_THROUGH_VIEWS[name]
+    torch.testing.assert_close(by_outer_autograd(write_into, True), by_outer_autograd(write_into, False))
+
+
+def test_vmap_outer_autograd_write_of_number_through_empty_view() -> None:
+    p = P.clone().requires_grad_()
+
+    def f(v: Tensor) -> Tensor:
+        w = v * p
+        w[4:] = 0.5
+        w[0].copy_(2.0)
+        return w.sum()
+
+    torch.testing.assert_close(torch.autograd.grad(vmap(f)(V).sum(), p)[0], V[:, 1:].sum((0, 1)))
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (1, 3, 4), (1, 1, 3, 4)])
+def test_vmap_outer_autograd_attention_then_write(shape: tuple[int, ...]) -> None:
+    """The kernel of four axes, which the samples of fewer axes share, keeps its result."""
+    x = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(2, *shape)
+
+    def f(x: Tensor) -> Tensor:
+        t = x.clone()
+        out = F.scaled_dot_product_attention(t, t, t)
+        out = out * 1 if out.dim() == 4 else out  # PyTorch, too, keeps the result of the kernel of four axes
+        out[..., 0] = 0.5
+        return (out * out).sum()
+
+    found = []
+    for run in (vmap(f), lambda x: torch.stack([f(one) for one in x])):
+        leaf = x.clone().requires_grad_()
+        found.append(torch.autograd.grad(run(leaf).sum(), leaf)[0])
+    torch.testing.assert_close(*found)
+
+
+def test_vmap_outer_autograd_composite_recorded_once() -> None:
+    """An operator that PyTorch takes apart is recorded by the caller's autograd once, not once a level."""
+    k, mask = torch.randn(3, 2, dtype=torch.float64), torch.randn(1, 3, dtype=torch.float64, requires_grad=True)
+    q = torch.randn(2, 4, 1, 2, dtype=torch.float64)
+    f = lambda q, mask: F.scaled_dot_product_attention(q, k, k, attn_mask=mask).sin().sum()
+    ours = vmap(vmap(f, (0, None)), (0, None))(q, mask).sum()
+    loop = torch.stack([f(one, mask) for one in q.flatten(0, 1)]).sum()
+    torch.testing.assert_close(*[torch.autograd.grad(out, mask)[0] for out in (ours, loop)])
+
+
+USES_OF_ONE_NUMBER = {
+    "one kind of term": lambda p, x: (p.clone() * x).sum() * 1e-3,
+    "two kinds of terms": lambda p, x: (p * x).sum() + p.reshape(1, 1)[(x > 0).long() * 0, 0].square().sum(),
+}
+
+
+@pytest.mark.parametrize("f", USES_OF_ONE_NUMBER.values(), ids=USES_OF_ONE_NUMBER)
+def test_per_sample_queries_of_parameter_of_one_number(f: Any) -> None:
+    p, x = torch.tensor(0.7, dtype=torch.float32), torch.tensor([[1e-20, 2e-20], [0.3, -0.4], [0.0, 0.0]])
+    grads = per_sample_gradients(lambda params, x: f(params["p"], x), {"p": p}, x)
+    loop = torch.stack([torch.autograd.grad(f(leaf := p.clone().requires_grad_(), one), leaf)[0] for one in x]).double()
+    torch.testing.assert_close(grads.square_norms(), loop**2, rtol=1e-5, atol=0)
+    torch.testing.assert_close(grads.gram(), loop[:, None] * loop, rtol=1e-5, atol=0)
+    torch.testing.assert_close(grads.inner(grads), loop[:, None] * loop, rtol=1e-5, atol=0)
+
+
+OVERWRITES = {
+    "copy_": lambda t, x: t.copy_(x),
+    "zero_": lambda t, x: t.zero_(),
+    "fill_": lambda t, x: t.fill_(2.0),
+    "fill_ of a tensor": lambda t, x: t.fill_(x.sum()),
+}
+
+
+@pytest.mark.parametrize("name", OVERWRITES)
+def test_overwritten_value_without_finite_derivative(name: str) -> None:
+    """Autograd's gradient there is zero times infinity; the sample's is no number, and nobody else's."""
+
+    def f(x: Tensor) -> Tensor:
+        t = torch.fmax(x, x.flip(0)).log()
+        OVERWRITES[name](t, x)
+        return t.sum() + x.sin().sum()
+
+    x = torch.tensor([[0.0, -1.0], [0.5, 2.0]], dtype=torch.float64)
+    loop = torch.stack([torch.autograd.grad(f(leaf := one.clone().requires_grad_()), leaf)[0] for one in x])
+    assert loop[0].isnan().any()
+    assert loop[1].isfinite().all()
+    torch.testing.assert_close(vmap(grad(f))(x), loop, equal_nan=True)
+    norms = per_sample_gradients(lambda params, x: f(x * params["w"]), {"w": torch.ones(2, dtype=torch.float64)}, x).square_norms()
+    assert norms.isfinite().tolist() == [False, True]
+
+
+def test_vmap_index_fill_negative_places() -> None:
+    f = lambda x: (x.clone().index_fill_(0, torch.tensor([0, -1]), 2.0), x.index_fill(0, torch.tensor(-2), x.sum()))
+    torch.testing.assert_close(vmap(f)(V[0]), tuple(torch.stack(some) for some in zip(*map(f, V[0]), strict=True)))
+
+
+@pytest.mark.parametrize("y", [float("inf"), float("nan"), 0.5])
+def test_smooth_l1_loss_not_finite_distance(y: float) -> None:
+    f = lambda x: F.smooth_l1_loss(x, torch.full_like(x, y), beta=0.7)
+    x = torch.tensor([[0.2, -0.4], [float("inf"), 3.0]])
+    loop = torch.stack([torch.autograd.grad(f(leaf := one.clone().requires_grad_()), leaf)[0] for one in x])
+    torch.testing.assert_close(vmap(grad(f))(x), loop, equal_nan=True)
+
+
+def test_vector_norm_in_another_dtype_gradient_dtype() -> None:
+    x = torch.tensor([[1.0, 2.0], [3.0, -1.0]], dtype=torch.bfloat16)
+    f = lambda x: x.norm(2, 0, dtype=torch.float32)
+    loop = torch.stack([torch.autograd.grad(f(leaf := one.clone().requires_grad_()), leaf)[0] for one in x])
+    torch.testing.assert_close(vmap(grad(f))(x), loop)
+
+
+def test_second_derivative_of_sinc_at_zero() -> None:
+    torch.testing.assert_close(grad(grad(torch.sinc))(torch.tensor(0.0, dtype=torch.float64)), torch.tensor(-(torch.pi**2) / 3).double())
+
+
+def test_write_that_changes_how_a_value_lies_in_memory_then_view() -> None:
+    def f(x: Tensor) -> Tensor:
+        t = x.clone()
+        t.mT.copy_((x * 2).contiguous())
+        return t.view(-1)[1:].sin()
+
+    x = torch.randn(2, 3, 3, dtype=torch.float64)
+    loop = torch.stack([torch.autograd.functional.jvp(f, one, one)[1] for one in x])
+    torch.testing.assert_close(vmap(lambda x: jvp(f, (x,), (x,))[1])(x), loop)
+
+
+# -- the checker itself -------------------------------------------------------------------------------------------------------------
+
+
+def planted(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    if name == "tanh off by 0.1 %":
+        rule = registry.DerivativeRule({0: lambda out, x: lambda g: g * (1 - out * out) * 1.001})
+        monkeypatch.setitem(registry._derivatives, torch.ops.aten.tanh.default, rule)
+    elif name == "views unknown to the caller's autograd":
+        monkeypatch.setattr(interpreter, "facts", lambda op: operators.facts(op)._replace(is_view=False))
+    else:
+        monkeypatch.setattr(derivatives, "write_through", lambda op, base, new, *rest: base)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("tanh off by 0.1 %", "vmap(grad)"),
+        ("tanh off by 0.1 %", "per sample"),
+        ("views unknown to the caller's autograd", "autograd of vmap"),
+        ("a write through a view is dropped", "grad(vmap)"),
+    ],
+)
+def test_random_programs_checker_notices_planted_error(monkeypatch: pytest.MonkeyPatch, name: str, mode: str) -> None:
+    arguments = (
+        Argument("a0", (2, 2), "torch.randn({shape}, dtype=torch.float64)", batched=True, seed=1),
+        Argument("a1", (2,), "torch.randn({shape}, dtype=torch.float64)", differentiated=True, seed=2),
+    )
+    lines = (Statement("t0 = a0.clone()", "t0"), Statement("t0[1] = a1", "t0", writes=True), Statement("t1 = (t0 * a1).tanh()", "t1"))
+    program = Program(arguments, lines, ("t1",), 3, torch.float32, mode)
+    assert check(program) == Outcome("equal")
+    planted(monkeypatch, name)
+    assert check(program).failed

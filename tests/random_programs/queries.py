@@ -54,7 +54,9 @@ def expected(gradients: Sequence[Tensor], tolerances: Sequence[Tensor], names: S
     found = [_products(g, g, o, o) for g, o in zip(flat, off, strict=True)]
     whole = _products(all_g, all_g, all_off, all_off)
     norms = [(number.diagonal(), far.diagonal()) for number, far in (*found, whole)]
-    sums = [((weights @ g).reshape(x.shape[1:]), (weights.abs() @ o).reshape(x.shape[1:])) for g, o, x in zip(flat, off, gradients, strict=True)]
+    sums = [
+        ((weights @ g).reshape(x.shape[1:]), (weights.abs() @ o).reshape(x.shape[1:])) for g, o, x in zip(flat, off, gradients, strict=True)
+    ]
     ramps = [ramp(g[0]).flatten().double() for g in gradients]
     dots = sum(g @ r for g, r in zip(flat, ramps, strict=True)), sum(o @ r for o, r in zip(off, ramps, strict=True))
     moments = [
@@ -71,7 +73,5 @@ def _products(a: Tensor, b: Tensor, a_off: Tensor, b_off: Tensor) -> tuple[Tenso
 
 def _projected(gradients: Sequence[Tensor], names: Sequence[str]) -> Tensor:
     """The projection of gradients that are there, in full."""
-    dense = {
-        name: DeferredGradient.of(Dense(g.double()), g.shape[1:]) for name, g in zip(names, gradients, strict=True)
-    }
+    dense = {name: DeferredGradient.of(Dense(g.double()), g.shape[1:]) for name, g in zip(names, gradients, strict=True)}
     return PROJECTION.apply(dense, len(gradients[0]), gradients[0].device)

@@ -171,9 +171,7 @@ class Writer:
             return False
         name = line.target or f"t{sum(not s.writes for s in self.statements)}"
         prefix = "" if line.target is not None else f"{name} = "
-        statement = Statement(
-            prefix + line.text, name, None if line.plain is None else prefix + line.plain, writes=line.target is not None
-        )
+        statement = Statement(prefix + line.text, name, None if line.plain is None else prefix + line.plain, writes=line.target is not None)
         before = {id(x): x.clone() for x in self.tensors.values()} if statement.writes else {}
         names = {"torch": torch, "F": F} | self.tensors
         try:

@@ -1,3 +1,4 @@
+# ruff: noqa: E501 -- tables, a row as wide as it is
 """Elementwise operators, reductions, joins, products of matrices."""
 
 from __future__ import annotations
@@ -82,7 +83,9 @@ def _product(w: Writer) -> Line:
     last, out = shape[-1], w.random.randint(1, 3)
     if len(shape) == 1:
         y, m = w.other((last,)), w.other((out, last))
-        return Line(w.random.choice((f"{x} @ {y}", f"{m} @ {x}", f"{m}.mv({x})", f"torch.einsum('i,oi->o', {x}, {m})", f"torch.kron({x}, {y})")))
+        return Line(
+            w.random.choice((f"{x} @ {y}", f"{m} @ {x}", f"{m}.mv({x})", f"torch.einsum('i,oi->o', {x}, {m})", f"torch.kron({x}, {y})"))
+        )
     m = w.other((last, out))
     if len(shape) == 2:
         b, square = w.argument((out,)), w.other(shape)

@@ -1,3 +1,4 @@
+# ruff: noqa: E501 -- tables, a row as wide as it is
 """Reads by index and mask."""
 
 from __future__ import annotations

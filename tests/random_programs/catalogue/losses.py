@@ -1,3 +1,4 @@
+# ruff: noqa: E501 -- tables, a row as wide as it is
 """Every loss of torch.nn.functional."""
 
 from __future__ import annotations

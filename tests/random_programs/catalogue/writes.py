@@ -1,3 +1,4 @@
+# ruff: noqa: E501 -- tables, a row as wide as it is
 """In-place operators, which write through views where there are any."""
 
 from __future__ import annotations
@@ -66,7 +67,15 @@ def _into_a_place(w: Writer) -> Line:
     x = w.target(lambda t: t.dim() >= 1)
     size, last = w.shape(x)[0], w.shape(x)[-1]
     place = w.random.choice(
-        (f"[{w.random.randrange(-size, size)}]", "[1:]", "[..., ::2]", f"[..., {w.random.randrange(last)}]", "[:1]", f"[..., {last // 2}:]", "[0]")
+        (
+            f"[{w.random.randrange(-size, size)}]",
+            "[1:]",
+            "[..., ::2]",
+            f"[..., {w.random.randrange(last)}]",
+            "[:1]",
+            f"[..., {last // 2}:]",
+            "[0]",
+        )
     )
     view = eval(f"x{place}", {"x": w.tensors[x]})
     w.tensors["view"] = view
@@ -89,7 +98,11 @@ def _by_index(w: Writer) -> Line:
     i = w.integers((count,), shape[0], -shape[0])
     y = w.other((count, *shape[1:]))
     mask = f"{w.other(shape)} > 0"
-    ways = [f"{x}.index_put_(({i},), {y}, accumulate=True)", f"{x}[{mask}] = {w.number()}", f"{x}.masked_scatter_({mask}, {w.other(shape)}.clone())"]
+    ways = [
+        f"{x}.index_put_(({i},), {y}, accumulate=True)",
+        f"{x}[{mask}] = {w.number()}",
+        f"{x}.masked_scatter_({mask}, {w.other(shape)}.clone())",
+    ]
     ways += [f"{x}[{i}[0]] = {y}[0]", f"{x}[[0]] = {y}[:1]", f"{x}[torch.tensor([0, -1])] *= 2"]
     if count == 1:
         ways += [f"{x}[{i}] = {y}", f"{x}[..., {w.integers((1,), shape[-1])}] += 0.5"]
