@@ -11,7 +11,7 @@ from collections import Counter
 
 import torch
 
-from tests.random_programs.checking import FAILURES, Outcome, check
+from tests.random_programs.checking import Outcome, check
 from tests.random_programs.shrinking import shrunk
 from tests.random_programs.writer import write
 
@@ -32,7 +32,7 @@ def run(first: int, programs: int, processes: int, seconds: float | None = None)
     context = multiprocessing.get_context("fork")
     with context.Pool(processes, _prepare) as pool:
         for seed, outcome in pool.imap_unordered(outcome_of, range(first, first + programs), chunksize=8):
-            counts[outcome.label if outcome.kind not in FAILURES else outcome.kind] += 1
+            counts[outcome.label] += 1
             if outcome.failed:
                 failures.append((seed, outcome))
             if seconds is not None and time.monotonic() - start > seconds:
