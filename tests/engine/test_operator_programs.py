@@ -211,6 +211,22 @@ def test_write_that_changes_how_a_value_lies_in_memory_then_view() -> None:
     torch.testing.assert_close(vmap(lambda x: jvp(f, (x,), (x,))[1])(x), loop)
 
 
+def test_vmap_returns_view_of_fresh_tensor_written_to_since() -> None:
+    """The view had no sample axis when it was taken, and nothing looks at it before it is returned."""
+
+    def f(x: Tensor) -> tuple[Tensor, ...]:
+        t = torch.zeros(2, 2, dtype=torch.float64)
+        views = t[0], t.mT, t.expand(3, 2, 2), t.view(4)
+        t.copy_(x)
+        return views
+
+    x = torch.arange(8, dtype=torch.float64).reshape(2, 2, 2)
+    torch.testing.assert_close(vmap(f)(x), tuple(torch.stack(some) for some in zip(*map(f, x), strict=True)))
+    tangents = jvp(vmap(f), (x,), (x,))[1], vmap(lambda x: jvp(f, (x,), (x,))[1])(x)
+    assert all(torch.equal(a, b) for a, b in zip(*tangents, strict=True))
+    torch.testing.assert_close(tangents[0], vmap(f)(x))
+
+
 # -- the checker itself -------------------------------------------------------------------------------------------------------------
 
 

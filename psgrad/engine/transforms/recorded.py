@@ -28,6 +28,8 @@ for _op in (
     divides_by_sizes.add(_op)
 _attention_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 written_for_autograd[_attention_backward] = lambda *args, **kwargs: decompose(_attention_backward, args, kwargs)
+# What a table of weights that seems to need no gradient is looked up with.
+written_for_autograd[aten._embedding_bag_forward_only.default] = aten._embedding_bag.default
 
 
 def _copy(x: torch.Tensor, source: Any, non_blocking: bool = False) -> torch.Tensor:

@@ -93,6 +93,8 @@ class _Job:
             with level.body():
                 traced = [x if d is None else level.lift(x) for x, d in zip(in_front, self.dims, strict=True)]
                 out = self.func(*unflatten(traced, self.structure), **self.kwargs)
+                flat_out, structure = flatten(out)
+                flat_out = [level.content(x) for x in flat_out]  # a view of what was written to is taken again while the level is there
         except Divergence as divergence:
             if divergence.level is not level:
                 raise
@@ -100,7 +102,6 @@ class _Job:
             if before is not None:
                 generators.restore(before)
             return self._run_groups(flat, divergence, watch)
-        flat_out, structure = flatten(out)
         places = _broadcast_prefix(self.out_dims, out, len(flat_out), self.name)
         physical = [_leave(level, x, d, self.name) for x, d in zip(flat_out, places, strict=True)]
         return unflatten(physical, structure)
@@ -162,7 +163,6 @@ class _Job:
 
 
 def _leave(level: BatchLevel, value: Any, dim: int | None, name: str) -> Any:
-    value = level.content(value)
     if dim is None:
         if level.owns(value):
             raise TransformArgumentError(f"vmap({name}, ...): `{name}` can not return a BatchedTensor when out_dim is None")

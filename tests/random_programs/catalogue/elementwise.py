@@ -31,7 +31,7 @@ REDUCTION = """
 {x}.sum({d}) | {x}.mean({d}) | {x}.prod({d}) | {x}.logsumexp({d}) | {x}.amax({d}) | {x}.amin({d}) | {x}.max({d}).values | {x}.min({d}).values
 {x}.var({d}) | {x}.std({d}, correction=0) | torch.var_mean({x}, {d})[0] | torch.std_mean({x}, {d}, correction=0)[1] | {x}.norm(2, {d}) | {x}.norm(1, {d})
 torch.linalg.vector_norm({x}, 3, {d}) | torch.linalg.vector_norm({x}, float('inf'), {d}) | {x}.softmax({d}) | {x}.log_softmax({d}) | F.softmin({x}, {d})
-{x}.cumsum({d}) | {x}.cumprod({d}) | {x}.logcumsumexp({d}) | {x}.cummax({d}).values | {x}.sort({d}).values | {x}.topk(1, {d}).values | {x}.median({d}).values
+{x}.cumsum({d}) | {x}.cumprod({d}) | {x}.tanh().logcumsumexp({d}) | {x}.cummax({d}).values | {x}.sort({d}).values | {x}.topk(1, {d}).values | {x}.median({d}).values
 {x}.kthvalue(1, {d}).values | {x}.sum({d}, keepdim=True) | {x}.amax({d}, keepdim=True) | {x}.nansum({d}) | {x}.flip({d}) | {x}.roll(1, {d}) | {x}.cummin({d})[0]
 F.normalize({x}, dim={d}) | F.glu(torch.cat([{x}, {x}], {d}), {d}) | {x}.diff(dim={d}) | {x}.repeat_interleave(2, {d}) | {x}.renorm(2, {d}, 1.0)
 torch.trapezoid({x}, dim={d}) | {x}.aminmax(dim={d})[0] | {x}.nanmean({d}) | {x}.quantile(0.4, {d}) | {x}.argsort({d}) * {x} | {x}.cumulative_trapezoid(dim={d})
