@@ -9,6 +9,7 @@ ALLOWED = (
     "writes in place into a traced tensor",
     "writes in place into a tensor without a sample axis",
     "writes in place into a tensor from outside",
+    "writes in place into a tensor that the transform does not follow",
     "can't turn a tensor of shape",
     "has no rule",
     "is not known",
