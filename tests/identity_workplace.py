@@ -216,7 +216,5 @@ CHANGES = {
     "a number of a row": Change(lambda w: w.nudge_array("rows.npz", "x", ROWS // 2), "data", "data (its content): was"),
     "a target": Change(lambda w: w.nudge_array("rows.npz", "y", ROWS // 2), "data", "data (its content): was"),
     "the dataset's code": Change(lambda w: w.edit("rows.py", "[row])", "[row] * (1 + (row == 5)))"), "data", "code of rows.py:build: was"),
-    "a module imported by a computed name": Change(
-        lambda w: w.edit("id_rows.py", "return x", "return x.clip(-2, 2)"), "data", f"{_DATA}: id_rows:"
-    ),
+    "a module imported by a computed name": Change(lambda w: w.edit("id_rows.py", " x", " x.clip(-2, 2)"), "data", f"{_DATA}: id_rows:"),
 }

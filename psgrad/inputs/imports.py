@@ -17,6 +17,8 @@ from typing import Any
 from psgrad.config import nearest
 from psgrad.errors import ConfigError, PsgradError
 
+_FILE_MODULE = "psgrad_file_"
+
 
 def resolve(spec: str, base: Path, *, raises: type[PsgradError] = ConfigError) -> Callable[..., Any]:
     """The callable that `module:callable` or `file.py:callable` names; files are relative to `base`.
@@ -59,6 +61,11 @@ def module_of(spec: str) -> str:
     return spec.rpartition(":")[0]
 
 
+def without_digest(module: str) -> str:
+    """The name of a module; of a file's that a config names, without the hash of its place and content."""
+    return module.removeprefix(_FILE_MODULE).rpartition("_")[0] if module.startswith(_FILE_MODULE) else module
+
+
 def call_factory(spec: str, base: Path, kwargs: Mapping[str, Any], *, raises: type[PsgradError]) -> Any:
     """What the callable named by `spec` returns for `kwargs`; `raises` is the error for a factory that fails."""
     factory = resolve(spec, base, raises=raises)
@@ -88,7 +95,7 @@ def _file_module(path: Path, raises: type[PsgradError]) -> ModuleType:
         raise ConfigError(f"the file {path} can't be read: {error.strerror}") from error
     # The content is part of the name: two specs share one import of a file, and an edited file is imported anew.
     digest = hashlib.sha256(str(path.resolve()).encode() + content).hexdigest()[:12]
-    name = f"psgrad_file_{path.stem}_{digest}"
+    name = f"{_FILE_MODULE}{path.stem}_{digest}"
     if name in sys.modules:
         return sys.modules[name]
     module = ModuleType(name)

@@ -21,6 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from psgrad.inputs.imports import without_digest
+
 # What is copied at once from another device, or out of a tensor that is not contiguous.
 _BLOCK_BYTES = 16 << 20
 _DIGITS = 32
@@ -151,7 +153,7 @@ def _blocks(tensor: Tensor) -> Iterator[Tensor]:
 def _bytes(block: Tensor) -> Iterator[memoryview]:
     if block.numel():
         plain = block.cpu().resolve_conj().resolve_neg().contiguous()
-        yield plain.view(-1).view(torch.uint8).numpy().data
+        yield plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data  # not view(-1): one number may have any stride
 
 
 class _Walk:
@@ -263,7 +265,7 @@ def _is_machinery(kind: type) -> bool:
 
 
 def _class_name(kind: Any) -> str:
-    return f"{getattr(kind, '__module__', '')}.{getattr(kind, '__qualname__', type(kind).__name__)}"
+    return f"{without_digest(str(getattr(kind, '__module__', '')))}.{getattr(kind, '__qualname__', type(kind).__name__)}"
 
 
 def _joined(digests: Mapping[str, str]) -> str:
