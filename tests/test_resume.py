@@ -110,6 +110,12 @@ def test_what_changed_is_refused_with_the_difference(quick: Workplace, change: C
     assert len(pd.read_parquet(quick.folder / "out" / "parts" / "samples")) == 12
 
 
+def test_analyze_resume_checkpoint_saved_again_with_the_same_weights(quick: Workplace) -> None:
+    interrupted(quick)
+    save_file(quick.model.state_dict(), quick.folder / "model.safetensors", {"note": "other bytes"})
+    assert len(run(quick, resume=True).samples) == ROWS
+
+
 def test_a_limit_is_part_of_a_run(quick: Workplace) -> None:
     interrupted(quick)
     with pytest.raises(ConfigError, match="rows: was 24, is 20"):

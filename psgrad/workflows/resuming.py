@@ -27,6 +27,7 @@ _FREE = ("verify", "memory", "machine", "class_names")
 
 # Lines of an identity: see psgrad.workflows.identity.flat.
 _WEIGHTS, _MODULES = "model (its weights)", "model (its modules)"
+_CHECKPOINT = "model.checkpoint (its content)"
 
 
 def identity(run: Setup, count: int) -> dict[str, Any]:
@@ -37,7 +38,7 @@ def identity(run: Setup, count: int) -> dict[str, Any]:
     return {
         **_flat(found),
         "rows": count,
-        "model.checkpoint (its content)": run.loaded.sha256,
+        _CHECKPOINT: run.loaded.sha256,
         "analyze.checkpoints (their content)": checkpoints_sha256(run),
         "data (its content)": run.samples.content(count),
         **flat(hashes_of(run, measure_specs(config))),
@@ -73,6 +74,8 @@ def reopen(path: Path, now: dict[str, Any], run: Setup) -> RunFolder | None:
             next_step="begin anew with --overwrite, or another --output",
         )
     changed = [key for key in {**then, **now} if then.get(key) != now.get(key)]
+    if changed == [_CHECKPOINT]:  # saved again, with the same weights
+        changed = []
     if changed:
         parts = _parts_that_differ(path, names_of(run))
         shown = [f"  {key}: was {then.get(key)!r:.80}, is {now.get(key)!r:.80}{parts.get(key, '')}" for key in changed[:12]]
