@@ -15,6 +15,7 @@ FORMAT = 1
 HEADER, STEP, RESUME, NOTE = "header", "step", "resume", "note"
 UNFINISHED = b" [unfinished]\n"
 
+_SHOWN = 80  # characters of a value in a message
 _BEGINNING = b'{"kind": "header", '
 
 
@@ -177,8 +178,8 @@ def require_same(there: Mapping[str, Any], expected: Mapping[str, Any], what: st
 
 
 def _differences(key: str, was: Any, now: Any) -> list[str]:
-    """In words, what of two values differs; of two objects which of their keys."""
-    if isinstance(was, dict) and isinstance(now, dict):
+    """In words, what of two values differs; of two objects too long to be shown whole, which of their keys."""
+    if isinstance(was, dict) and isinstance(now, dict) and max(len(json.dumps(each)) for each in (was, now)) > _SHOWN:
         keys = [name for name in {**was, **now} if was.get(name) != now.get(name)]
         return [words for name in keys for words in _differences(f"{key}.{name}", was.get(name), now.get(name))]
     return [f"{key} was {_short(was)} and is {_short(now)}"]
@@ -186,7 +187,7 @@ def _differences(key: str, was: Any, now: Any) -> list[str]:
 
 def _short(value: Any) -> str:
     text = json.dumps(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
 
 def unreadable(path: Path, error: OSError) -> LedgerError:
