@@ -24,6 +24,7 @@ FLOORS = (
     ("config",),
     ("yaml12",),
     ("errors",),
+    ("wording",),
 )
 ENGINE_FLOORS = (("gradients",), ("transforms",))
 
@@ -37,6 +38,7 @@ FORBIDDEN_LIBRARIES = {
     "results": {"torch"},
     "config": {"torch", "pandas"},
     "errors": {"torch", "pandas", "numpy"},
+    "wording": {"torch", "pandas", "numpy"},
 }
 # All that the engine may import where a module begins, so that it runs on a bare GPU machine.
 ENGINE_LIBRARIES = {"torch", "numpy", "opt_einsum", "psgrad"} | sys.stdlib_module_names

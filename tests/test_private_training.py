@@ -22,6 +22,7 @@ from psgrad.engine.privacy.accounting import Epsilon
 from psgrad.engine.privacy.clipping import MARGIN
 from psgrad.engine.privacy.rounding import residual_epsilon
 from psgrad.results import STEP_COLUMNS, STEP_KEYS
+from psgrad.workflows import private_training
 from psgrad.workflows.private_statement import Statement
 from tests.oracles import one_sample_gradients
 from tests.private_workplace import EXACT, PrivateWorkplace
@@ -47,6 +48,7 @@ def whole(workplace: Workplace) -> PrivateWorkplace:
 def private(whole: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWorkplace:
     """The same without the figures and the slow accountant, which take longest."""
     monkeypatch.setattr("psgrad.workflows.private_training.write_plots", lambda result, public, private: None)
+    monkeypatch.setattr("psgrad.workflows.private_training.pld_curve", lambda events, delta: [])
     monkeypatch.setattr("psgrad.workflows.private_statement.epsilon_pld", lambda events, delta: Epsilon(None, "not asked for in this test"))
     return whole
 
@@ -669,3 +671,29 @@ def test_weights_that_are_no_numbers_any_more_are_told(private: PrivateWorkplace
     private.config["engine"]["dtype"] = "float32"
     private.privacy["optimizer"]["kwargs"] = {"lr": 3e38, "momentum": 0.9}
     assert "of 4 trained parameters, " in private.succeeded("--steps", "20").err
+
+
+def test_private_figures_have_the_steps_of_all_processes(private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[list[int]] = []
+    monkeypatch.setattr(private_training, "write_plots", lambda result, *into: drawn.append(result.steps["step"].tolist()))
+    private.succeeded("--steps", "2")
+    private.succeeded("--steps", "1", "--resume")
+    private.succeeded("--steps", "2", "--resume")
+    assert drawn == [[1, 2], [1, 2, 3], [1, 2, 3, 4, 5]]
+
+
+def test_an_interrupted_process_leaves_the_private_table_of_its_steps(private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    private.succeeded("--steps", "1")
+    note = private_training.Run._note
+
+    def interrupted(run: Any, noisy: Any) -> None:
+        note(run, noisy)
+        if run.training.taken == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(private_training.Run, "_note", interrupted)
+    assert private.dp_step("--steps", "5", "--resume").code == 130
+    monkeypatch.setattr(private_training.Run, "_note", note)
+    private.succeeded("--resume")
+    table = pd.read_parquet(private.run_folder / "private" / "NOT_PRIVATE_steps.parquet")
+    assert table["step"].tolist() == [1, 2, 3, 4]

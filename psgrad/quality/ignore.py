@@ -22,6 +22,7 @@ from psgrad.config.values import Section, described, nearest
 from psgrad.errors import ConfigError
 from psgrad.quality.findings import IGNORED
 from psgrad.results import RULES
+from psgrad.wording import told
 from psgrad.yaml12 import parse
 
 
@@ -68,7 +69,7 @@ class IgnoreEntry(Section):
     @property
     def words(self) -> str:
         """Whom it names, and where it stands."""
-        return f"{self._place}: {f'id {self.id!r:.80}' if self.id is not None else f'fingerprint {self.fingerprint}'}"
+        return f"{self._place}: {f'id {told(self.id)}' if self.id is not None else f'fingerprint {self.fingerprint}'}"
 
 
 def read_ignore_list(path: Path) -> tuple[IgnoreEntry, ...]:

@@ -12,6 +12,7 @@ import pandas as pd
 
 from psgrad.errors import ConfigError, DataError
 from psgrad.quality.groups import labels_of
+from psgrad.wording import told
 
 Array = npt.NDArray[Any]
 
@@ -115,7 +116,7 @@ def require_comparable(ours: Mapping[str, Any], theirs: Mapping[str, Any], score
     Raises ConfigError with every difference where they can't.
     """
     asked = [key for key in changed_keys(theirs, ours) if key not in _OF_CODE and (key not in _OF_MEASURES or score not in _OF_MODEL)]
-    changed = [f"  {key}: {theirs.get(key)!r:.80} in the reference, {ours[key]!r:.80} here" for key in asked]
+    changed = [f"  {key}: {told(theirs.get(key))} in the reference, {told(ours[key])} here" for key in asked]
     if changed:
         raise ConfigError(
             "\n".join([f"the reference {source} was measured with something else, and its scores can't be compared with these:", *changed]),

@@ -12,6 +12,7 @@ import pandas as pd
 
 from psgrad.quality.references import Reference
 from psgrad.quality.shares import share_of
+from psgrad.wording import correlation
 
 Array = npt.NDArray[Any]
 
@@ -62,25 +63,25 @@ def resolution_words(smallest: int | None, reference: Reference | None, tested: 
 
 
 def loss_agreement(frame: pd.DataFrame, score: str, tail: str, fraction: float) -> dict[str, Any]:
-    """How far the score and the loss put samples into the same order: Spearman's correlation, and the share that their tops have in common.
+    """How far the score and the loss put samples into the same order: Spearman's correlation, and how many their tops have in common.
 
-    `frame` has the samples that are ranked. None where it can't be said.
+    `frame` has the samples that are ranked; where the score is the loss, it is compared with the gradient norm. None where it can't be said.
     """
     from scipy.stats import spearmanr
 
+    other = "grad_norm" if score == "loss" else "loss"
     mine = frame[score].to_numpy("float64", na_value=np.nan) * (1 if tail == "upper" else -1)
-    loss = frame["loss"].to_numpy("float64")
-    if score == "loss" or len(frame) < 3 or np.ptp(mine) == 0 or np.ptp(loss) == 0:
-        return {"spearman": None, "top_overlap": None, "words": "loss and score can't be compared here"}
+    theirs = frame[other].to_numpy("float64")
+    if len(frame) < 3 or np.ptp(mine) == 0 or np.ptp(theirs) == 0:
+        return {"other": other, "spearman": None, "top": None, "shared": None, "top_overlap": None, "words": "they can't be compared here"}
     count = math.ceil(share_of(fraction, len(frame)))
-    top = set(np.argsort(-mine, kind="stable")[:count].tolist()) & set(np.argsort(-loss, kind="stable")[:count].tolist())
+    top = set(np.argsort(-mine, kind="stable")[:count].tolist()) & set(np.argsort(-theirs, kind="stable")[:count].tolist())
     # A score of -inf is the logarithm of a gradient of zero, and has a rank like any other.
-    rho = float(spearmanr(pd.Series(mine).rank(), pd.Series(loss).rank()).statistic)
-    return {
-        "spearman": rho,
-        "top_overlap": len(top) / count,
-        "words": f"rank correlation of {score} and loss {rho:.2f}; {len(top):,} of the first {count:,} by the one are so by the other",
-    }
+    rho = float(spearmanr(pd.Series(mine).rank(), pd.Series(theirs).rank()).statistic)
+    words = (
+        f"rank correlation of {score} and {other} {correlation(rho)}; {len(top):,} of the first {count:,} by the one are so by the other"
+    )
+    return {"other": other, "spearman": rho, "top": count, "shared": len(top), "top_overlap": len(top) / count, "words": words}
 
 
 def separability(p: Array, reference: int, flagged: int, smallest: int | None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from psgrad.reports.page import loss_unit
 from psgrad.reports.tables import DataTable, Heading, TableRow
 from psgrad.reports.words import identifier, label, number
 from psgrad.results import AnalyzeResult, disagrees, has_classes
@@ -56,6 +57,7 @@ def class_statistics(samples: pd.DataFrame) -> pd.DataFrame:
 def class_table(result: AnalyzeResult, statistics: pd.DataFrame) -> DataTable:
     """All classes, or the first MAX_CLASSES by listed samples."""
     shown = statistics.head(MAX_CLASSES)
+    unit = loss_unit(result.manifest)
     headings = [
         Heading("class", "class"),
         Heading("samples", "samples", True, "how many there are"),
@@ -63,8 +65,8 @@ def class_table(result: AnalyzeResult, statistics: pd.DataFrame) -> DataTable:
         Heading("share", "listed share", True, "the same in percent of the class"),
         Heading("nonfinite", "not finite", True, "how many have a loss or gradient that is not finite"),
         Heading("differs", "prediction differs", True, "percentage of the class for which the model predicts another"),
-        Heading("median_norm", "median gradient norm", True, "unit of the loss per unit of parameter"),
-        Heading("median_loss", "median loss", True, "unit of the loss"),
+        Heading("median_norm", "median gradient norm", True, f"{unit} per unit of parameter"),
+        Heading("median_loss", "median loss", True, unit),
     ]
     rows = [
         TableRow(

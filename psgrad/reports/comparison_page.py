@@ -9,8 +9,9 @@ from psgrad.reports.ci.words import clean
 from psgrad.reports.comparison import GROUP_HEADINGS, HEADINGS, group_cells, sections, sentences
 from psgrad.reports.drawing import DARK, GRID, REST, Plot, figure_with_axes, log_axis, say_empty
 from psgrad.reports.page import plot_uri, templates
-from psgrad.reports.words import count, number
+from psgrad.reports.words import count
 from psgrad.results.comparison import Comparison
+from psgrad.wording import correlation
 
 MAX_POINTS = 4000  # above, they are binned
 _BINS = 160
@@ -53,10 +54,11 @@ def render_page(result: Comparison) -> str:
         a=clean(result.a),
         b=clean(result.b),
         headline=[
-            (number(result.spearman), "rank correlation (Spearman)"),
+            (correlation(result.spearman), "rank correlation (Spearman)"),
             *((f"{result.counts[key]:,}", words) for key, words in _HEADLINE.items()),
         ],
         facts=[("Run A", clean(result.a)), ("Run B", clean(result.b)), ("Score", clean(result.score))],
+        made="",
         notes=[],
         sentences=sentences(result),
         warnings=[clean(warning) for warning in result.warnings],

@@ -90,6 +90,7 @@ class Plot:
         """Lay the figure out once: what is drawn in two formats keeps the first one's places."""
         engine = self.figure.get_layout_engine()
         if engine is not None:
+            _name_scales(self.figure)
             with _silent_fonts():
                 if len(self.figure.axes) == 1 and not self.figure.get_suptitle():
                     _fill(self.figure, self.figure.axes[0])
@@ -114,6 +115,18 @@ def _fill(figure: Figure, axes: Axes) -> None:
     left, low = inner.x0 - outer.x0 + pad, inner.y0 - outer.y0 + pad
     right, high = width - (outer.x1 - inner.x1) - pad, height - (outer.y1 - inner.y1) - pad
     axes.set_position((left / width, low / height, (right - left) / width, (high - low) / height))
+
+
+def _name_scales(figure: Figure) -> None:
+    """Have the label of every logarithmic axis say that it is one."""
+    for axes in figure.axes:
+        for axis in (axes.xaxis, axes.yaxis):
+            words, label = _SCALES.get(axis.get_scale()), axis.get_label_text()
+            if words and "log" not in label:
+                axis.set_label_text(f"{label} ({words})" if label else words)
+
+
+_SCALES = {"log": "log scale", "symlog": "signed log scale: linear about zero"}
 
 
 def _silent_fonts() -> warnings.catch_warnings[None]:

@@ -20,14 +20,16 @@ from psgrad.reports.class_tables import class_pages, class_statistics, class_tab
 from psgrad.reports.drawing import Plot
 from psgrad.reports.judgement import Judgement, findings_sentences, judgement, nonfinite_samples
 from psgrad.reports.measure_sections import MeasureSection, measure_sections
-from psgrad.reports.page import at, excerpt, facts_of, notes_of, picture_uri, plot_uri, templates, title_of
+from psgrad.reports.page import at, excerpt, facts_of, loss_unit, made_words, notes_of, picture_uri, plot_uri, templates, title_of
 from psgrad.reports.plots import MAX_PICTURES, PICTURE_NOTE
+from psgrad.reports.rankings import Rankings, rankings_of, score_words
 from psgrad.reports.sample_table import listed_samples, sample_table
 from psgrad.reports.scatter import linked_svg
 from psgrad.reports.tables import DataTable, Heading, TableRow
 from psgrad.reports.verdicts import finding_table, gate_sentence, gate_table
 from psgrad.reports.words import MISSING, brief, identifier, label, number
 from psgrad.results import AnalyzeResult, TopSample, disagrees, has_classes, top_samples
+from psgrad.wording import common_prefix, parameter_names, prefix_note
 
 # Every part of the page is bounded, so that the page is.
 PICTURE_SIDE = 96
@@ -66,13 +68,16 @@ def render(result: AnalyzeResult, plots: Sequence[Plot], of_measures: dict[str, 
     statistics = class_statistics(samples) if finite and classes_shown(result) else None
     limit = at(manifest, "limit")
     how = judgement(result)
+    rankings = rankings_of(at(manifest, "outliers"))
     scatter = next((plot for plot in plots if plot.name == "loss_against_norm"), None)
     cards, attribution = _cards(result), attribution_cards(result)
     sections = measure_sections(result, of_measures or {}, FIGURES_ROOM)
     script, policy = _script()
     return templates.get_template("report.html").render(
         title=title_of(manifest, "Which training examples pull hardest?"),
-        headline=_headline(result, how),
+        headline=_headline(result, how, rankings),
+        rankings=rankings,
+        ranked_by=score_words(how.score),
         partial=None if limit is None else _partial_words(result),
         how=how,
         findings=findings_sentences(samples, how),
@@ -89,12 +94,14 @@ def render(result: AnalyzeResult, plots: Sequence[Plot], of_measures: dict[str, 
         class_table=None if statistics is None else class_table(result, statistics),
         class_pages=[] if statistics is None else class_pages(result, statistics),
         class_count=0 if statistics is None else len(statistics),
-        layers=_layers(result.parameters),
+        layers=_layers(result.parameters, loss_unit(manifest)),
         measures=sections,
         attribution=attribution,
         attribution_note=ATTRIBUTION_NOTE,
         nonfinite=nonfinite_samples(samples),
         facts=facts_of(manifest, result.folder),
+        made=made_words(manifest),
+        loss_unit=loss_unit(manifest),
         notes=notes_of(manifest),
         contents=_contents(
             {
@@ -142,7 +149,7 @@ def _card(sample: TopSample, row: dict[Any, Any], class_names: list[str] | None)
     )
 
 
-def _headline(result: AnalyzeResult, how: Judgement) -> list[tuple[str, str]]:
+def _headline(result: AnalyzeResult, how: Judgement, rankings: Rankings | None) -> list[tuple[str, str]]:
     """The figures at the top of the page: value, and what it is."""
     samples, manifest = result.samples, result.manifest
     ok = (samples["status"] == "ok").to_numpy()
@@ -151,6 +158,7 @@ def _headline(result: AnalyzeResult, how: Judgement) -> list[tuple[str, str]]:
         (f"{len(samples):,}", "samples"),
         (f"{int((samples['is_outlier_issue'].to_numpy(bool) & ok).sum()):,}", what),
         (f"{nonfinite_samples(samples)[0]:,}", "not finite"),
+        *(rankings.headline if rankings else []),
     ]
     if at(manifest, "model", "trainable"):
         headline.append((f"{at(manifest, 'model', 'trainable'):,}", "trainable parameters"))
@@ -164,14 +172,16 @@ def _partial_words(result: AnalyzeResult) -> str:
     return f"{len(result.samples):,} of {there:,} samples" if isinstance(there, int) else f"{len(result.samples):,} samples"
 
 
-def _layers(parameters: pd.DataFrame) -> DataTable | None:
+def _layers(parameters: pd.DataFrame, unit_of_loss: str) -> DataTable | None:
     """A row a parameter, in the order of the model where all are shown."""
+    unit = f"{unit_of_loss} per unit of parameter"
     if not len(parameters):
         return None
     shown = parameters
     if len(parameters) > MAX_PARAMETER_ROWS:
         shown = parameters.loc[parameters["share"].fillna(0).nlargest(MAX_PARAMETER_ROWS).index.sort_values()]
-    unit = "unit of the loss per unit of parameter"
+    prefix = common_prefix(list(map(str, parameters["parameter"])))
+    names = parameter_names(list(map(str, shown["parameter"])), NAME_LIMIT, prefix)
     headings = [
         Heading("parameter", "parameter"),
         Heading("shape", "shape"),
@@ -185,18 +195,19 @@ def _layers(parameters: pd.DataFrame) -> DataTable | None:
     rows = [
         TableRow(
             [
-                brief(str(row["parameter"]), NAME_LIMIT),
+                name,
                 brief(str(row["shape"]), NAME_LIMIT),
                 *(number(row[column]) for column in ("mean_norm", "std_norm", "median", "max_norm")),
                 MISSING if pd.isna(row["share"]) else f"{row['share']:.1%}",
                 brief(str(row["computed_as"]), NAME_LIMIT),
             ]
         )
-        for row in shown.to_dict("records")
+        for row, name in zip(shown.to_dict("records"), names, strict=True)
     ]
     note = (
         f"{len(shown)} of {len(parameters):,} parameters are shown, those with the largest share." if len(shown) < len(parameters) else ""
     )
+    note = ". ".join(part for part in (prefix_note(prefix), note) if part)
     return DataTable("layers", "Gradient norms of each parameter", headings, rows, note)
 
 

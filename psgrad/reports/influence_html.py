@@ -22,7 +22,7 @@ from psgrad.reports.influence_words import (
     signed,
     unit_words,
 )
-from psgrad.reports.page import FACT_LIMIT, at, excerpt, facts_of, notes_of, picture_uri, plot_uri, templates, title_of
+from psgrad.reports.page import FACT_LIMIT, at, excerpt, facts_of, made_words, notes_of, picture_uri, plot_uri, templates, title_of
 from psgrad.reports.plots import PICTURE_NOTE
 from psgrad.reports.words import brief, identifier, label, number
 from psgrad.results import ALL_INDEX, SIGN, InfluenceResult, disagrees, has_classes
@@ -99,6 +99,7 @@ def render_influence(result: InfluenceResult, plots: Sequence[Plot]) -> str:
         own=_self_influences(result),
         classes=has_classes(training),
         excluded=[(what, *_excluded(frame)) for what, frame in (("training example", training), ("query", queries))],
+        made=made_words(result.manifest),
         facts=[*_fit(result), *facts_of(result.manifest, result.folder)],
         notes=notes_of(result.manifest),
     )

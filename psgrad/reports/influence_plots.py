@@ -13,6 +13,7 @@ from psgrad.reports.influence_sheets import draw_sheets
 from psgrad.reports.influence_words import query_name, reported_queries, unit_words
 from psgrad.reports.words import count, shorten_middle
 from psgrad.results import ALL_INDEX, SIGN, InfluenceResult, carriers, cumulative_influence, disagrees
+from psgrad.wording import correlation
 
 MAX_ROWS = 12  # queries in one figure
 MAX_POINTS = 20_000  # single examples drawn
@@ -156,7 +157,7 @@ def self_influence_against_loss(result: InfluenceResult) -> Plot:
             legend_above(axes)
         if drawn["loss"].nunique() > 1 and drawn["self_influence"].nunique() > 1:
             spearman = drawn["loss"].rank().corr(drawn["self_influence"].rank())
-            caption += f"Rank correlation (Spearman): {spearman:.2f}. "
+            caption += f"Rank correlation (Spearman): {correlation(spearman)}. "
     if missing:
         caption += f"Not drawn: {missing:,} whose self-influence or loss is not positive. "
     return Plot("self_influence", "Self-influence against loss", caption, figure, vector=False)

@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 
 from psgrad.reports.page import FACT_LIMIT, at
+from psgrad.reports.rankings import score_words
 from psgrad.reports.tables import DataTable, Heading, TableRow, cell, words_of
 from psgrad.reports.words import brief, count, identifier, number
 from psgrad.results import AnalyzeResult, disagrees, has_classes
@@ -16,8 +17,6 @@ from psgrad.results import AnalyzeResult, disagrees, has_classes
 MAX_NAMED = 20
 MAX_GROUPS = 200
 MAX_CAVEATS = 20
-
-_SCORES = {"grad_norm": "gradient norm", "log_norm": "gradient norm"}
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,8 @@ def findings_sentences(samples: pd.DataFrame, how: Judgement) -> list[str]:
         ranks = finite["loss"].rank(ascending=False, method="first")
         also_by_loss = int((ranks[listed.index] <= len(listed)).sum())
         what = "Unlike the reference:" if how.referenced else "The review list has"
-        found.append(f"{what} {count(len(listed))}; {also_by_loss:,} of them are also among the {len(listed):,} largest by loss.")
+        also = "" if how.score == "loss" else f"; {also_by_loss:,} of them are also among the {len(listed):,} largest by loss"
+        found.append(f"{what} {count(len(listed))}{also}.")
         if has_classes(samples) and "prediction" in samples:
             wrong = disagrees(finite)
             found.append(
@@ -82,7 +82,7 @@ def nonfinite_samples(samples: pd.DataFrame) -> tuple[int, list[str]]:
 def _facts(facts: Mapping[str, Any], referenced: bool) -> list[tuple[str, str]]:
     score = str(facts.get("score", "grad_norm"))
     tail = "smallest" if facts.get("tail") == "lower" else "largest"
-    pairs = [("Judged by", f"{_SCORES.get(score, words_of(score))}, the {tail} first")]
+    pairs = [("Judged by", f"{score_words(score)}, the {tail} first")]
     if referenced:
         reference = facts.get("reference") or {}
         pairs += [
@@ -97,7 +97,8 @@ def _facts(facts: Mapping[str, Any], referenced: bool) -> list[tuple[str, str]]:
         fraction = facts.get("review_fraction")
         pairs.append(("Review list", f"the first {100 * fraction:.3g} % of the samples" if isinstance(fraction, float) else ""))
     pairs += [
-        (title, str(at(dict(facts), key, "words") or "")) for title, key in (("Loss", "loss_agreement"), ("Separability", "separability"))
+        (title, str(at(dict(facts), key, "words") or ""))
+        for title, key in (("Agreement", "loss_agreement"), ("Separability", "separability"))
     ]
     for name, said in (facts.get("detectors") or {}).items():
         flagged = said.get("flagged")

@@ -64,7 +64,11 @@ def facts_of(manifest: dict[str, Any], folder: Path) -> list[tuple[str, str]]:
     timings = at(manifest, "timings") or {}
     check = at(manifest, "self_check") or {}
     loss = at(manifest, "config", "loss")
+    revision = at(manifest, "revision")
     candidates = [
+        ("Made", made_words(manifest)),
+        ("Command", at(manifest, "command_line")),
+        ("Revision", revision and f"{revision}, the commit in the config's folder; changes that are not committed are not seen"),
         ("Model", at(manifest, "model", "factory")),
         ("Parameters", _counted(at(manifest, "model", "parameters"))),
         ("Trainable parameters", _counted(at(manifest, "model", "trainable"))),
@@ -85,6 +89,24 @@ def facts_of(manifest: dict[str, Any], folder: Path) -> list[tuple[str, str]]:
         ("Run folder", at(manifest, "config", "output") or folder),
     ]
     return [(name, brief(str(value), FACT_LIMIT)) for name, value in candidates if value]
+
+
+def made_words(manifest: dict[str, Any]) -> str:
+    """When the run was made and by which version: 2025-11-22 10:31 UTC by psgrad 0.1.0; empty where neither is known."""
+    created, version = at(manifest, "created"), at(manifest, "versions", "psgrad")
+    when = brief(str(created), 40).replace("T", " ").replace("+00:00", " UTC") if created else ""
+    return " ".join(part for part in (when, brief(f"by psgrad {version}", 60) if version else "") if part)
+
+
+# The losses of psgrad's own that are logarithms of probabilities.
+_IN_NATS = ("cross_entropy", "token_cross_entropy", "nll", "bce_with_logits")
+
+
+def loss_unit(manifest: dict[str, Any]) -> str:
+    """The unit of a loss: nats for psgrad's own cross-entropies; of any other one the unit is not known."""
+    loss = at(manifest, "config", "loss")
+    name = loss.get("name") if isinstance(loss, dict) else loss
+    return "nats" if name in _IN_NATS else "unit of the loss"
 
 
 def _check_words(check: dict[str, Any]) -> str | None:

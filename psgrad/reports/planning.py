@@ -12,6 +12,7 @@ from rich.text import Text
 from psgrad.reports.terminal import print_table
 from psgrad.reports.words import count, number, printable
 from psgrad.results import PlanResult
+from psgrad.wording import common_prefix, listed_names, parameter_names, prefix_note
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
@@ -22,6 +23,8 @@ def write_plan(result: PlanResult, style: str, stream: TextIO) -> None:
         json.dump(dataclasses.asdict(result) | {"total_bytes": result.total_bytes}, stream, indent=2)
         stream.write("\n")
         return
+    if prefix := common_prefix([row.parameter for row in result.parameters]):
+        stream.write(f"{prefix_note(prefix)}\n\n")
     print_table(plan_table(result), stream)
     stream.write("\n" + "\n".join(totals(result)) + "\n")
 
@@ -38,8 +41,8 @@ def plan_table(result: PlanResult) -> Table:
         ("bytes a sample", True),
     ):
         table.add_column(heading, justify="right" if numeric else "left", no_wrap=numeric, overflow="fold")
-    for row in result.parameters:
-        cells = (printable(row.parameter), row.shape, row.terms, row.way, number(row.microseconds), f"{row.bytes:,}")
+    for row, name in zip(result.parameters, parameter_names([row.parameter for row in result.parameters], 60), strict=True):
+        cells = (name, row.shape, row.terms, row.way, number(row.microseconds), f"{row.bytes:,}")
         table.add_row(*map(Text, cells))
     return table
 
@@ -53,7 +56,7 @@ def totals(result: PlanResult) -> list[str]:
         f"memory       {amount(result.total_bytes)} at its highest: a pass {amount(result.peak_bytes)}, "
         f"a chunk's inputs {amount(result.input_bytes)}, the parameters {amount(result.parameter_bytes)}",
         f"replay       {'yes' if result.replayed else 'no'}: {printable(result.replay_reason)}",
-        f"written out  {printable(', '.join(p.parameter for p in result.parameters if not p.factored)) or 'no parameter'}",
+        f"written out  {listed_names([p.parameter for p in result.parameters if not p.factored]) or 'no parameter'}",
         f"machine      {printable(result.machine)}",
     ]
     if result.obstacle is not None:

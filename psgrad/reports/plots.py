@@ -26,11 +26,13 @@ from psgrad.reports.drawing import (
     say_empty,
     style,
 )
+from psgrad.reports.page import loss_unit
 from psgrad.reports.pictures import to_rgb
 from psgrad.reports.scatter import NORM_AXIS, drawable, loss_against_norm
 from psgrad.reports.sheets import line_height, place_picture, place_words, sheet
-from psgrad.reports.words import common_prefix, count, identifier, label, number, parameter_names, prefix_note, shorten_middle
+from psgrad.reports.words import count, identifier, label, number, shorten_middle
 from psgrad.results import AnalyzeResult, TopSample, has_classes, top_samples
+from psgrad.wording import common_prefix, parameter_names, prefix_note
 
 MAX_GROUPS = 30  # classes or parameters in one figure: more can't be read
 MAX_MARKS = 250  # single samples drawn as vectors
@@ -43,7 +45,7 @@ def draw_plots(result: AnalyzeResult) -> list[Plot]:
     plots = [norm_histogram(samples)]
     if not (samples["status"] == "ok").any():
         return plots
-    plots.append(loss_against_norm(samples))
+    plots.append(loss_against_norm(samples, loss_unit(result.manifest)))
     if has_classes(samples):
         plots.append(norms_per_class(samples, names))
     if len(result.parameters):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 
+from psgrad.reports.page import loss_unit
 from psgrad.reports.tables import DataTable, Heading, TableRow, cell, key_of, words_of
 from psgrad.reports.words import MISSING, brief, identifier, label, number, percentile
 from psgrad.results import AnalyzeResult, disagrees, has_classes
@@ -32,8 +33,8 @@ KNOWN: Mapping[str, Column] = {
     "prediction": Column("prediction", "what the model says", numeric=False),
     "confidence": Column("confidence", "the model's probability of its prediction (%)"),
     "group": Column("group", "that the sample was compared within", numeric=False),
-    "loss": Column("loss", "the sample's own loss (unit of the loss)"),
-    "grad_norm": Column("gradient norm", "L2 norm of the sample's gradient (unit of the loss per unit of parameter)"),
+    "loss": Column("loss", "the sample's own loss ({unit})"),
+    "grad_norm": Column("gradient norm", "L2 norm of the sample's gradient ({unit} per unit of parameter)"),
     "percentile": Column("percentile", "percentage of samples, of its group where there are groups, that are not more suspect (%)"),
     "robust_z": Column("robust z", "distance from the median of the log norms, in robust standard deviations (no unit)"),
     "p_value": Column("p-value", "conformal: how often a sample of the reference is at least as unusual (probability)"),
@@ -80,7 +81,7 @@ def sample_table(result: AnalyzeResult) -> DataTable:
     """The table of the samples to look at."""
     listed = listed_samples(result.samples)
     columns, meanings = shown_columns(result), meanings_of(result)
-    headings = [_heading(column, meanings) for column in columns]
+    headings = [_heading(column, meanings, loss_unit(result.manifest)) for column in columns]
     write = {column: writer(column, result.class_names) for column in columns}
     predicted = columns.index("prediction") if "prediction" in columns else 0
     rows = [
@@ -113,9 +114,9 @@ def writer(column: str, class_names: list[str] | None) -> Callable[[Any], str]:
     return cell
 
 
-def _heading(column: str, meanings: Mapping[str, str]) -> Heading:
+def _heading(column: str, meanings: Mapping[str, str], unit: str) -> Heading:
     known = KNOWN.get(column) or LAST.get(column)
     if known:
         key = {"target": "label"}.get(column, column)
-        return Heading(key, known.words, known.numeric, known.meaning, sorted=column == "rank")
+        return Heading(key, known.words, known.numeric, known.meaning.replace("{unit}", unit), sorted=column == "rank")
     return Heading(key_of(column), words_of(column), True, brief(meanings.get(column, ""), 300))

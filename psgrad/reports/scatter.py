@@ -14,14 +14,15 @@ from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from psgrad.reports.drawing import DARK, REST, REVIEW, SHADES, Plot, figure_with_axes, legend_above, log_axis, log_bins, say_empty
 from psgrad.reports.words import count, identifier, label, number
 from psgrad.results import disagrees
+from psgrad.wording import correlation
 
 MAX_POINTS = 4000  # single samples drawn as pixels; above, they are binned
 
 NORM_AXIS = "gradient norm (L2 over all trainable parameters, log scale)"
 
 
-def loss_against_norm(samples: pd.DataFrame) -> Plot:
-    """Each sample's loss against its norm: points while they can be told apart, binned above that."""
+def loss_against_norm(samples: pd.DataFrame, unit: str = "") -> Plot:
+    """Each sample's loss, in a unit, against its norm: points while they can be told apart, binned above that."""
     log_loss = bool((samples.loc[samples["status"] == "ok", "loss"] >= 0).all())
     drawn, not_drawn = drawable(samples, ["grad_norm", "loss"] if log_loss else ["grad_norm"])
     figure, axes = figure_with_axes(4.2)
@@ -35,13 +36,13 @@ def loss_against_norm(samples: pd.DataFrame) -> Plot:
         log_axis(axes, "x")
         if log_loss:
             log_axis(axes, "y")
-        axes.set(xlabel=NORM_AXIS, ylabel="loss (log scale)" if log_loss else "loss")
+        axes.set(xlabel=NORM_AXIS, ylabel=f"loss ({unit})" if unit else "loss")
         if axes.get_legend_handles_labels()[0]:
             legend_above(axes, columns=2)
         if drawn["loss"].nunique() > 1 and drawn["grad_norm"].nunique() > 1:
             spearman = drawn["loss"].rank().corr(drawn["grad_norm"].rank())
-            caption += f"Rank correlation of loss and norm (Spearman): {spearman:.2f}. "
-            alt += f" Their rank correlation is {spearman:.2f}."
+            caption += f"Rank correlation of loss and norm (Spearman): {correlation(spearman)}. "
+            alt += f" Their rank correlation is {correlation(spearman)}."
     return Plot("loss_against_norm", "Loss against gradient norm", caption + not_drawn, figure, vector=False, alt=alt)
 
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from psgrad.reports.rankings import rankings_of
 from psgrad.reports.words import count, identifier, label, number, percentile, printable
 from psgrad.results import AnalyzeResult, top_samples
 
@@ -71,6 +72,10 @@ def summary(result: AnalyzeResult) -> str:
     if referenced:
         undecided = f"not evaluable: {judged.get('why_not')}"
         lines.append(printable(undecided if not judged.get("evaluable") else f"resolution limit: {judged.get('resolution')}"))
+    if rankings := rankings_of(judged):
+        lines.append(printable(rankings.sentence))
+        if rankings.disagree and rankings.advice:
+            lines.append(rankings.advice)
     check = result.manifest.get("self_check") or {}
     if check.get("samples"):
         lines.append(

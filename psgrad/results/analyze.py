@@ -12,6 +12,7 @@ import pandas as pd
 
 from psgrad.results.findings import CheckResult
 from psgrad.results.measures import MeasureResult
+from psgrad.results.short_repr import ShortRepr
 
 SAMPLE_COLUMNS = (
     "id",
@@ -52,8 +53,8 @@ PARAMETER_COLUMNS = (
 )
 
 
-@dataclass(frozen=True)
-class TopSample:
+@dataclass(frozen=True, repr=False)
+class TopSample(ShortRepr):
     """The input of one of the top samples, as far as a person can look at it.
 
     `image` has shape [H, W] or [C, H, W] and any value range.
@@ -64,8 +65,8 @@ class TopSample:
     text: str | None = None
 
 
-@dataclass(frozen=True)
-class AnalyzeResult:
+@dataclass(frozen=True, repr=False)
+class AnalyzeResult(ShortRepr):
     """What `psgrad analyze` found.
 
     `samples` has one row per sample in dataset order with SAMPLE_COLUMNS: `grad_norm` is the L2 norm of the gradient of that sample's

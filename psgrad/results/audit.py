@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from psgrad.results.short_repr import ShortRepr
+
 
 @dataclass(frozen=True)
 class AuditBound:
@@ -55,8 +57,8 @@ class NeighbourPair:
     holds: bool
 
 
-@dataclass(frozen=True)
-class DPAuditResult:
+@dataclass(frozen=True, repr=False)
+class DPAuditResult(ShortRepr):
     """What an audit found.
 
     Attributes:

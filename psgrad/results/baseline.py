@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from psgrad.results.short_repr import ShortRepr
+
 
 @dataclass(frozen=True)
 class Known:
@@ -16,8 +18,8 @@ class Known:
     id: str
 
 
-@dataclass(frozen=True)
-class Baseline:
+@dataclass(frozen=True, repr=False)
+class Baseline(ShortRepr):
     """Attributes:
 
     findings: those that were accepted. run: of which run: psgrad's version, the data's fingerprint, how many samples.
@@ -29,8 +31,8 @@ class Baseline:
     reference: Mapping[str, Any] | None = None
 
 
-@dataclass(frozen=True)
-class BaselineChange:
+@dataclass(frozen=True, repr=False)
+class BaselineChange(ShortRepr):
     """What saving did to a baseline.
 
     Attributes:

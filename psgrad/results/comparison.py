@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import pandas as pd
 
+from psgrad.results.short_repr import ShortRepr
+
 CHANGE_COLUMNS = (
     "change",
     "id",
@@ -22,8 +24,8 @@ CHANGE_COLUMNS = (
 )
 
 
-@dataclass(frozen=True)
-class Comparison:
+@dataclass(frozen=True, repr=False)
+class Comparison(ShortRepr):
     """Two runs of `psgrad analyze`, A and B.
 
     Attributes:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pandas as pd
 
+from psgrad.results.short_repr import ShortRepr
+
 EVALUATION_FILE = "evaluation.json"
 
 # The columns of the table of each kind, after `method` and `control`. Intervals are 95 % bootstrap intervals.
@@ -27,8 +29,8 @@ HEADLINE: Mapping[str, str] = {"lds": "mean", "loo": "pearson", "mislabel": "auc
 _INTERVALS = {"low": ("interval", "high"), "ahead_low": ("ahead_interval", "ahead_high")}
 
 
-@dataclass(frozen=True)
-class EvaluationResult:
+@dataclass(frozen=True, repr=False)
+class EvaluationResult(ShortRepr):
     """How the methods did.
 
     Attributes:

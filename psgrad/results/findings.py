@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from psgrad.errors import EXIT_GATE_FAILED, EXIT_GATE_NOT_EVALUABLE, EXIT_OK
+from psgrad.results.short_repr import ShortRepr
 
 RULES: Mapping[str, str] = {
     "nonfinite": "the loss or the gradient of the sample is NaN or infinite",
@@ -82,8 +83,8 @@ class GateOutcome:
     findings: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class CheckResult:
+@dataclass(frozen=True, repr=False)
+class CheckResult(ShortRepr):
     """The gate's verdict on a run.
 
     Attributes:

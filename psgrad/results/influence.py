@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 
 from psgrad.results.analyze import TopSample, disagrees
+from psgrad.results.short_repr import ShortRepr
 
 Array = np.ndarray[Any, Any]
 
@@ -73,8 +74,8 @@ class RemovalCheck:
         )
 
 
-@dataclass(frozen=True)
-class InfluenceResult:
+@dataclass(frozen=True, repr=False)
+class InfluenceResult(ShortRepr):
     """What `psgrad influence` found.
 
     `scores` has one row a ranked pair, with SCORE_COLUMNS: within a query (and a `layer`, where layers were asked for; "" is all of them)

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from psgrad.results.short_repr import ShortRepr
 
-@dataclass(frozen=True)
-class MeasureResult:
+
+@dataclass(frozen=True, repr=False)
+class MeasureResult(ShortRepr):
     """One measure's answer.
 
     Attributes:

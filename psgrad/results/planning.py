@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from psgrad.results.short_repr import ShortRepr
+
 
 @dataclass(frozen=True)
 class ParameterPlan:
@@ -23,8 +25,8 @@ class ParameterPlan:
     factored: bool
 
 
-@dataclass(frozen=True)
-class PlanResult:
+@dataclass(frozen=True, repr=False)
+class PlanResult(ShortRepr):
     """What `psgrad plan` foretells of a run.
 
     `seconds` is for the gradients of all rows, `chunk_seconds` for those of one chunk of `chunk_size` rows. Bytes: `peak_bytes` is what

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from psgrad.results.short_repr import ShortRepr
+
 STEP_COLUMNS = (
     "step",
     "batch_size",
@@ -61,8 +63,8 @@ STEP_KEYS = (
 """What public/step.json holds, in this order. Each follows from the config, the model's shapes, the ledger or the noisy sums alone."""
 
 
-@dataclass(frozen=True)
-class DPStepResult:
+@dataclass(frozen=True, repr=False)
+class DPStepResult(ShortRepr):
     """What `psgrad dp-step` did.
 
     Public: `step`, the content of public/step.json (STEP_KEYS); `curve`, epsilon after so many steps, as (steps, epsilon), for all
@@ -93,8 +95,8 @@ class DPStepResult:
     curve_pld: list[tuple[int, float]] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class NoisePlan:
+@dataclass(frozen=True, repr=False)
+class NoisePlan(ShortRepr):
     """What one noise multiplier would cost over all planned steps; None where an accountant has no answer.
 
     `noise_std` is the standard deviation on the sum, of the first step. `curve_pld` is as in DPStepResult.
@@ -110,8 +112,8 @@ class NoisePlan:
     curve_pld: list[tuple[int, float]] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class DPPlanResult:
+@dataclass(frozen=True, repr=False)
+class DPPlanResult(ShortRepr):
     """What `psgrad dp-step --plan` foretells, without the data: one NoisePlan a multiplier, smallest multiplier first.
 
     `setting` holds the keys of STEP_KEYS that are known before a run: planned_steps, delta, relation, unit, scheme, sampling,

@@ -188,6 +188,10 @@ class RunFolder:
             text = harmless.to_csv(index=False, quoting=csv.QUOTE_NONNUMERIC)
         self.write_bytes(name, text.encode("utf-8", "backslashreplace"))
 
+    def manifest(self) -> dict[str, Any]:
+        """What manifest.json says by now; empty where it says nothing yet."""
+        return manifest_of(self.path) or {}
+
     def write_manifest(self, content: Mapping[str, Any]) -> None:
         """Write manifest.json with the mark by which a run folder is known."""
         self.write_json(MANIFEST, {"tool": "psgrad", **content})

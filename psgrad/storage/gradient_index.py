@@ -15,6 +15,7 @@ from safetensors.numpy import save
 from psgrad import __version__
 from psgrad.errors import OutputError, OutputExistsError
 from psgrad.storage import files
+from psgrad.wording import shorten_middle
 
 DESCRIPTION = "index.json"
 FORMAT = 2
@@ -280,5 +281,4 @@ def _differences(expected: Any, found: Any, name: str) -> Iterator[tuple[str, An
 
 
 def _short(value: Any) -> str:
-    text = value[:16] if isinstance(value, str) else str(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return shorten_middle(value, 32) if isinstance(value, str) else shorten_middle(str(value), 80)

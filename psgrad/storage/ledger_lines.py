@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from psgrad.errors import ConfigError, LedgerError
+from psgrad.wording import shorten_middle
 
 FORMAT = 1
 HEADER, STEP, RESUME, NOTE = "header", "step", "resume", "note"
@@ -187,7 +188,7 @@ def _differences(key: str, was: Any, now: Any) -> list[str]:
 
 def _short(value: Any) -> str:
     text = json.dumps(value)
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+    return shorten_middle(text, 80)
 
 
 def unreadable(path: Path, error: OSError) -> LedgerError:

@@ -98,6 +98,13 @@ class PrivateRunFolder(RunFolder):
         if private:
             self.write_private_json(MANIFEST, private)
 
+    def manifest(self) -> dict[str, Any]:
+        """What both manifests say by now, the public and the private one."""
+        try:
+            return {**super().manifest(), **self.private_manifest()}
+        except OutputError:  # before the first one is written
+            return super().manifest()
+
     def private_manifest(self) -> dict[str, Any]:
         """What the run so far keeps private about itself, such as the data's fingerprint.
 

@@ -20,6 +20,7 @@ from psgrad.reports.write import write_report
 from psgrad.results import PARAMETER_COLUMNS, AnalyzeResult, MeasureResult, Progress, TopSample, top_samples
 from psgrad.storage import RunFolder
 from psgrad.storage.finished import load_run
+from psgrad.wording import listed_names
 from psgrad.workflows.checking import GateFiles, check_samples, gate_files
 from psgrad.workflows.identity import NAMES, names_of
 from psgrad.workflows.judging import Judging
@@ -146,8 +147,7 @@ def result_of(measure: Measure, gathered: Gathered) -> MeasureResult:
 
 def unfactored_words(names: list[str]) -> str:
     """Which parameters' gradients could not be kept as factors, for people."""
-    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    return f"written out sample by sample, which takes more time and memory: the gradients of {shown}"
+    return f"written out sample by sample, which takes more time and memory: the gradients of {listed_names(names)}"
 
 
 def parameter_table(norms: GradientNorms, params: dict[str, torch.Tensor]) -> pd.DataFrame:

@@ -12,6 +12,7 @@ from psgrad.quality.references import UNIDENTIFIED, changed_keys, code_changes, 
 from psgrad.results.comparison import Comparison
 from psgrad.storage.finished import finished_manifest
 from psgrad.storage.verdicts import read_columns
+from psgrad.wording import told
 
 # Of a hash, for people.
 _DIGITS = 12
@@ -71,8 +72,8 @@ def _judged_by(manifest: Mapping[str, Any]) -> tuple[str, str, str | None]:
 def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """What of the two runs is not the same, so that scores may differ for another reason than the data."""
     before, after = measured_as(a), measured_as(b)
-    told = [key for key in changed_keys(before, after) if key not in ("weights", "modules", "code")]
-    changed = [f"{key}: {before[key]!r:.60} and {after[key]!r:.60}" for key in told]
+    shown = [key for key in changed_keys(before, after) if key not in ("weights", "modules", "code")]
+    changed = [f"{key}: {told(before[key], 70)} and {told(after[key], 70)}" for key in shown]
     changed += [f"code: {words}" for words in code_changes(before, after)]
     words = [f"the runs were measured with something else each: {'; '.join(changed)}"] if changed else []
     for what, there, here in (

@@ -15,6 +15,7 @@ from psgrad.engine.verify import SelfCheck
 from psgrad.inputs.imports import module_of
 from psgrad.storage import RunFolder
 from psgrad.workflows.identity import hashes_of
+from psgrad.workflows.origin import now, origin
 from psgrad.workflows.setup import Setup
 
 
@@ -40,6 +41,7 @@ def describe_run(command: str, run: Setup, check: SelfCheck | None, specs: Itera
     return {
         "version": 1,
         "command": command,
+        **origin(config.base),
         "config": config.model_dump(mode="json"),
         "config_folder": str(config.base),  # what the paths in it are relative to
         "versions": {"psgrad": version("psgrad"), "torch": torch.__version__, "python": platform.python_version()},
@@ -73,7 +75,11 @@ def describe_run(command: str, run: Setup, check: SelfCheck | None, specs: Itera
 
 @contextmanager
 def recorded(folder: RunFolder, facts: dict[str, Any], clock: Clock) -> Iterator[None]:
-    """Keeps manifest.json true to what has happened: running, finished, failed or interrupted."""
+    """Keeps manifest.json true to what has happened: running, finished, failed or interrupted.
+
+    `created` is when the run began, whichever process goes on with it, and `finished` when it came to its end.
+    """
+    facts["created"] = folder.manifest().get("created") or facts["created"]
     folder.write_manifest({**facts, "state": "running"})
     try:
         yield
@@ -85,4 +91,4 @@ def recorded(folder: RunFolder, facts: dict[str, Any], clock: Clock) -> Iterator
         except Exception:
             pass  # the disk may be full, and what has gone wrong first is what the user must hear
         raise
-    folder.write_manifest({**facts, "state": "finished", "timings": clock.seconds})
+    folder.write_manifest({**facts, "state": "finished", "finished": now(), "timings": clock.seconds})

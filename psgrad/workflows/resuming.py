@@ -13,6 +13,7 @@ import torch
 from psgrad.config import Config
 from psgrad.errors import ConfigError
 from psgrad.storage.folders import RunFolder, manifest_of
+from psgrad.wording import told
 from psgrad.workflows.identity import NAMES, differing, flat, hashes_of, names_of
 from psgrad.workflows.moments import checkpoints_sha256
 from psgrad.workflows.setup import Setup
@@ -78,7 +79,7 @@ def reopen(path: Path, now: dict[str, Any], run: Setup) -> RunFolder | None:
         changed = []
     if changed:
         parts = _parts_that_differ(path, names_of(run))
-        shown = [f"  {key}: was {then.get(key)!r:.80}, is {now.get(key)!r:.80}{parts.get(key, '')}" for key in changed[:12]]
+        shown = [f"  {key}: was {told(then.get(key))}, is {told(now.get(key))}{parts.get(key, '')}" for key in changed[:12]]
         more = [f"  and {len(changed) - 12} more"] if len(changed) > 12 else []
         raise ConfigError(
             "\n".join([f"the run in {path} was begun with something else, and rows of two runs can't be mixed:", *shown, *more]),
@@ -104,7 +105,7 @@ def require_judged_alike(path: Path, manifest: dict[str, Any], config: Config) -
     then, now = _flat(then, "analyze"), _flat(now, "analyze")
     changed = [key for key in {**then, **now} if then.get(key) != now.get(key)]
     if changed:
-        shown = [f"  {key}: was {then.get(key)!r:.80}, is {now.get(key)!r:.80}" for key in changed[:12]]
+        shown = [f"  {key}: was {told(then.get(key))}, is {told(now.get(key))}" for key in changed[:12]]
         raise ConfigError(
             "\n".join([f"the run in {path} is finished, and its samples were judged by other rules:", *shown]),
             expected="the rules by which it was judged; its gate alone may be another",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import subprocess
 import sys
 
@@ -9,12 +11,17 @@ import matplotlib
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
+from matplotlib.patches import StepPatch
+from PIL import Image
 
 from psgrad.quality.ranking import rank_samples
+from psgrad.reports.drawing import power_words
+from psgrad.reports.influence_plots import draw_influence_plots
 from psgrad.reports.plots import draw_plots, norm_histogram, norms_per_class, norms_per_layer, top_sheet
+from psgrad.reports.privacy_plots import epsilon_by_multiplier, private_plots, public_plots
 from psgrad.reports.scatter import loss_against_norm
-from psgrad.results import has_classes
-from tests.reports import frames
+from psgrad.results import TopSample, has_classes, top_samples
+from tests.reports import frames, influence_runs, private_runs
 
 
 def _texts(figure: Figure) -> list[str]:
@@ -24,9 +31,9 @@ def _texts(figure: Figure) -> list[str]:
 def test_the_histogram_holds_every_finite_sample_once() -> None:
     samples = frames.classification(1797, nonfinite=3)
     (axes,) = norm_histogram(samples).figure.axes
-    heights = [bar.get_height() for container in axes.containers for bar in container]  # type: ignore[attr-defined]
-    assert sum(heights) == 1794
-    assert sum(bar.get_height() for bar in axes.containers[1]) == 18  # type: ignore[attr-defined]
+    others, review = [patch.get_data() for patch in axes.patches if isinstance(patch, StepPatch)]
+    assert sum(others.values) + sum(review.values - review.baseline) == 1794
+    assert sum(review.values - review.baseline) == 18
     assert axes.get_xscale() == "log"
 
 
@@ -86,8 +93,75 @@ def test_the_sheet_has_a_picture_for_each_top_sample() -> None:
     samples = frames.classification(100)
     inputs = frames.result(samples).top_inputs[:7]
     figure = top_sheet(samples, inputs, None).figure
-    assert [len(axes.images) for axes in figure.axes] == [1] * 7 + [0] * 5
-    assert str(inputs[0].id) in figure.axes[0].get_title()
+    (axes,) = figure.axes
+    assert len(axes.images) == 7
+    assert str(inputs[0].id) in [text.get_text() for text in axes.texts]
+
+
+def test_pngs_have_their_title_above_the_figure() -> None:
+    plot = norm_histogram(frames.classification(100))
+    with_title, without = (np.asarray(Image.open(io.BytesIO(plot.png(titled=titled))).convert("L")) for titled in (True, False))
+    strip = len(with_title) - len(without)
+    assert strip > 30
+    assert (with_title[:strip] < 100).any()
+    assert abs(with_title[strip:].astype(int) - without).mean() < 1  # the figure itself is the same
+    assert plot.title not in plot.svg().decode()
+
+
+def test_legends_stand_clear_of_what_is_drawn() -> None:
+    """No legend lies over its axes, in any figure of any command."""
+    runs = frames.result(frames.classification(300))
+    figures = [*draw_plots(runs), *public_plots(private_runs.result()), *private_plots(private_runs.result())]
+    figures += [epsilon_by_multiplier(private_runs.plan()), *draw_influence_plots(influence_runs.result())]
+    seen = 0
+    for plot in figures:
+        plot.png()
+        for axes in plot.figure.axes:
+            if legend := axes.get_legend():
+                seen += 1
+                assert legend.get_window_extent().y0 >= axes.get_window_extent().y1 - 1, plot.name
+    assert seen >= 7
+
+
+def test_counts_are_ticked_at_whole_numbers() -> None:
+    plot = norm_histogram(frames.classification(12, nonfinite=0))
+    plot.png()
+    ticks = [label.get_text() for label in plot.figure.axes[0].get_yticklabels()]
+    assert ticks
+    assert all(tick.isdigit() for tick in ticks)
+
+
+def test_captions_of_pictures_do_not_collide() -> None:
+    samples = frames.classification(100)
+    long = samples.assign(id=[f"/data/collected/2024/camera-7/long-folder-name/WMWMWMW-{place:05}.jpeg" for place in range(100)])
+    inputs = [TopSample(identity, np.random.default_rng(0).random((8, 8))) for identity in top_samples(long, 12)["id"]]
+    figure = top_sheet(long, inputs, [f"a class of a long name {place}" for place in range(10)]).figure
+    figure.savefig(io.BytesIO())
+    boxes = [text.get_window_extent() for text in figure.axes[0].texts]
+    assert len(boxes) == 12 * 4
+    assert not any(one.overlaps(other) for one, other in itertools.combinations([box.shrunk(0.98, 0.6) for box in boxes], 2))
+    words = [text.get_text() for text in figure.axes[0].texts]
+    assert f"{inputs[0].id[-9:]}" in words[0]  # the end tells which it is
+
+
+def test_long_parameter_names_are_told_apart() -> None:
+    layers = frames.parameters(40)
+    names = [f"m.base_model.model.model.layers.{place}.self_attn.q_proj.lora_A.default.weight" for place in range(40)]
+    plot = norms_per_layer(layers.assign(parameter=names))
+    shown = _texts(plot.figure)[:30]
+    assert len(set(shown)) == 30
+    assert all("…" not in name for name in shown)
+    assert "Every name begins with m.base_model.model.model.layers." in plot.caption
+
+
+def test_log_ticks_are_plain_text() -> None:
+    plot = loss_against_norm(frames.classification(300))
+    plot.png()
+    labels = [label.get_text() for axis in (plot.figure.axes[0].xaxis, plot.figure.axes[0].yaxis) for label in axis.get_ticklabels()]
+    assert not any("$" in label for label in labels)
+    assert [power_words(value) for value in (1, 0.001, 2e-7, 1e-6, 2000, 1e5, -1e-6, 0)] == [
+        *("1", "0.001", "2×10⁻⁷", "10⁻⁶", "2,000", "10⁵", "-10⁻⁶", "0")
+    ]
 
 
 @pytest.mark.filterwarnings("error")

@@ -107,7 +107,16 @@ def _layer_norm_backward_batch(
     cotangent = batch.physical(g)
     if batch.is_mapped(weight):
         cotangent, weight = cotangent * batch.aligned(weight, g.dim()), None
-    return op(cotangent, batch.physical(x), shape, batch.physical(mean), batch.physical(rstd), weight, None if batch.is_mapped(bias) else bias, mask)
+    return op(
+        cotangent,
+        batch.physical(x),
+        shape,
+        batch.physical(mean),
+        batch.physical(rstd),
+        weight,
+        None if batch.is_mapped(bias) else bias,
+        mask,
+    )
 
 
 define(aten.native_layer_norm_backward.default, batch=_layer_norm_backward_batch)

@@ -1,0 +1,62 @@
+"""Whether the score and the loss name the same samples first, said where a report begins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from psgrad.reports.tables import words_of
+from psgrad.wording import correlation
+
+SCORE_WORDS = {"grad_norm": "gradient norm", "log_norm": "gradient norm"}
+LOSS_AS_SCORE = "--set analyze.outliers.score=loss"
+
+_ALIKE = 0.9  # of the tops in common: below it the two disagree
+_NEARLY_ONE = 0.9
+
+
+@dataclass(frozen=True)
+class Rankings:
+    """Two orders of the same samples. disagree: whether their tops do. advice: how to have the other one; empty where it is had."""
+
+    sentence: str
+    advice: str
+    disagree: bool
+    headline: list[tuple[str, str]]
+
+
+def rankings_of(outliers: Mapping[str, Any] | None) -> Rankings | None:
+    """From what manifest.json says under `outliers`; None where the two can't be compared, or an older run did not."""
+    facts = outliers or {}
+    agreement = facts.get("loss_agreement") or {}
+    rho, top, shared = (agreement.get(key) for key in ("spearman", "top", "shared"))
+    if rho is None or not top or shared is None:
+        return None
+    score, other = score_words(str(facts.get("score", "grad_norm"))), score_words(str(agreement.get("other", "loss")))
+    disagree = shared / top < _ALIKE
+    overlap = f"{shared:,} of the first {top:,} by {score} are among the first {top:,} by {other} ({shared / top:.0%})"
+    order = f"the rank correlation over all samples is {correlation(rho)}"
+    if disagree:
+        although = "although" if rho >= _NEARLY_ONE else "and"
+        sentence = (
+            f"{score[:1].upper()}{score[1:]} and {other} disagree about which samples to look at first: only {overlap}, {although} {order}."
+        )
+    else:
+        sentence = f"{score[:1].upper()}{score[1:]} and {other} agree: {overlap}, and {order}."
+    advice = (
+        ""
+        if other != "loss"
+        else "The loss can be the score, too. It costs nothing more and often finds more wrong labels: "
+        f"{LOSS_AS_SCORE}, or analyze.outliers.score: loss in the config, ranks and judges by it."
+    )
+    headline = [
+        (f"{shared:,} of {top:,}", f"first by {score} are also first by {other}"),
+        (correlation(rho), f"rank correlation of {score} and {other}"),
+    ]
+    return Rankings(sentence, advice, disagree, headline)
+
+
+def score_words(score: str) -> str:
+    """A score's name in words."""
+    return SCORE_WORDS.get(score, words_of(score))

@@ -1,0 +1,71 @@
+"""Words that every part of psgrad uses: long values and names cut so that they are still told apart, and correlations."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+PREFIX_FROM = 12  # a shorter common beginning stays where it is
+
+
+def told(value: object, limit: int = 80) -> str:
+    """A value as Python writes it; a long one is cut in its middle, so that quotes and brackets are closed and both ends are seen."""
+    return shorten_middle(repr(value), limit)
+
+
+def shorten_middle(text: str, limit: int) -> str:
+    """The text, cut in its middle: of names that begin alike the end tells which one it is."""
+    if len(text) <= limit:
+        return text
+    end = (limit - 1) * 2 // 3
+    return f"{text[: limit - 1 - end]}…{text[len(text) - end :]}"
+
+
+def common_prefix(names: Sequence[str]) -> str:
+    """What all names begin with, up to a dot, where it is long and there are at least two: to be told once, above them."""
+    if len(names) < 2:
+        return ""
+    first, last = min(names), max(names)  # what the two outermost share, all share
+    alike = next((place for place, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+    whole = first[: first[:alike].rfind(".") + 1]
+    return whole if len(whole) >= PREFIX_FROM else ""
+
+
+def parameter_names(names: Sequence[str], limit: int, prefix: str | None = None) -> list[str]:
+    """Each name without the prefix that all have (see `common_prefix`), on one line and at most `limit` letters, cut in the middle.
+
+    Names that would be the same after the cut are numbered, so that no two rows read alike.
+    """
+    start = len(common_prefix(names) if prefix is None else prefix)
+    cut = [shorten_middle(printable(name[start:]), limit) for name in names]
+    if len(set(cut)) == len(set(names)):
+        return cut
+    twice = {short for short, times in Counter(cut).items() if times > 1}
+    return [f"{shorten_middle(short, limit - 6)} #{place}" if short in twice else short for place, short in enumerate(cut, start=1)]
+
+
+def prefix_note(prefix: str) -> str:
+    """What stands above names whose common beginning is left out; empty where nothing is."""
+    return f"Every name begins with {printable(prefix)}" if prefix else ""
+
+
+def listed_names(names: Sequence[str], most: int = 5, limit: int = 60) -> str:
+    """The first of several parameters in a sentence, and how many more there are: "a.weight, b.weight and 3 more"."""
+    prefix = common_prefix(names)
+    shown = ", ".join(parameter_names(names, limit, prefix)[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
+    return f"{shown} (all below {printable(prefix.rstrip('.'))})" if prefix else shown
+
+
+def printable(text: str, keep: str = "") -> str:
+    """The text with control characters spelled out: text from a dataset may carry escape sequences for the terminal."""
+    return "".join(letter if letter.isprintable() or letter in keep else repr(letter)[1:-1] for letter in text)
+
+
+def correlation(value: float | None) -> str:
+    """Four decimals, never rounded away from zero: 0.99996 is no 1, which stands for exactly the same order; a dash where there is none."""
+    if value is None or math.isnan(value):
+        return "–"
+    if 1 - abs(value) < 1e-12:
+        return f"{value:.0f}"
+    return f"{math.trunc(value * 1e4) / 1e4:.4f}"
