@@ -31,7 +31,7 @@ from tests.workplace import ROWS, Workplace
 ROOT = Path(__file__).parent.parent
 FILES = {
     *("manifest.json", "identity.json", "samples.parquet", "samples.csv", "parameters.parquet", "measures.json"),
-    *("findings.jsonl", "check.json", "report.html"),
+    *("findings.jsonl", "check.json", "report.html", "inputs/inputs.json"),
 }
 
 

@@ -50,6 +50,9 @@ class ArraySamples(Samples):
         inputs = tuple(to_tensor(self._columns[name][start:stop], name) for name in self._inputs)
         return Block(inputs, None if self._target is None else to_tensor(self._columns[self._target][start:stop], self._target))
 
+    def input_names(self) -> list[str]:
+        return list(self._inputs)
+
     def take(self, rows: Array) -> Block:
         rows = self._existing(rows)
         inputs = tuple(to_tensor(self._columns[name][rows], name) for name in self._inputs)

@@ -93,6 +93,21 @@ class DatasetSamples(Samples):
         except Exception as error:
             raise DataError(f"describe({row}) of {self._source} raised {describe_failure(error)}") from error
 
+    def input_names(self) -> list[str]:
+        return list(map(str, input_names(self._config)))
+
+    def pieces(self, ids: Sequence[int]) -> list[str] | None:
+        """What the dataset's own `tokens(ids)` says, or its `tokenizer`, as Hugging Face has them, if it has one."""
+        tokens, tokenizer = getattr(self._dataset, "tokens", None), getattr(self._dataset, "tokenizer", None)
+        decode = getattr(tokenizer, "decode", None)
+        if not callable(tokens) and not callable(decode):
+            return None
+        try:
+            return [str(each) for each in (tokens(list(ids)) if callable(tokens) else [decode([each]) for each in ids])]
+        except Exception as error:
+            how = "tokens(ids)" if callable(tokens) else "tokenizer.decode([id])"
+            raise DataError(f"{how} of {self._source} raised {describe_failure(error)}") from error
+
     def _length(self) -> int:
         try:
             return len(self._dataset)

@@ -85,6 +85,14 @@ class Samples(ABC):
         """A row's input as text for people; None where numbers or a picture say it best."""
         return None
 
+    def input_names(self) -> list[str]:
+        """What the numbers of a row's inputs are called: a name a column of numbers, or a name an input."""
+        return []
+
+    def pieces(self, ids: Sequence[int]) -> list[str] | None:
+        """The text of each id; None where the dataset knows no text of ids."""
+        return None
+
 
 def to_tensor(value: Array | Tensor, name: str) -> Tensor:
     """A copy in one of the three types that a block holds: bool, int64 and float32."""

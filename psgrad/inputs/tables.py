@@ -74,6 +74,9 @@ class TableSamples(Samples):
     def read(self, start: int, stop: int) -> Block:
         return self._block(self._rows.read(start, stop), start)
 
+    def input_names(self) -> list[str]:
+        return list(self._inputs)
+
     def take(self, rows: Array) -> Block:
         distinct, places = np.unique(self._existing(rows), return_inverse=True)
         table = self._rows.take(distinct)

@@ -65,7 +65,7 @@ def resolution_words(smallest: int | None, reference: Reference | None, tested: 
 def loss_agreement(frame: pd.DataFrame, score: str, tail: str, fraction: float) -> dict[str, Any]:
     """How far the score and the loss put samples into the same order: Spearman's correlation, and how many their tops have in common.
 
-    `frame` has the samples that are ranked; where the score is the loss, it is compared with the gradient norm. None where it can't be said.
+    `frame` has the samples that are ranked; a score that is the loss is compared with the gradient norm. None where it can't be said.
     """
     from scipy.stats import spearmanr
 
@@ -78,10 +78,15 @@ def loss_agreement(frame: pd.DataFrame, score: str, tail: str, fraction: float) 
     top = set(np.argsort(-mine, kind="stable")[:count].tolist()) & set(np.argsort(-theirs, kind="stable")[:count].tolist())
     # A score of -inf is the logarithm of a gradient of zero, and has a rank like any other.
     rho = float(spearmanr(pd.Series(mine).rank(), pd.Series(theirs).rank()).statistic)
-    words = (
-        f"rank correlation of {score} and {other} {correlation(rho)}; {len(top):,} of the first {count:,} by the one are so by the other"
-    )
-    return {"other": other, "spearman": rho, "top": count, "shared": len(top), "top_overlap": len(top) / count, "words": words}
+    overlap = f"{len(top):,} of the first {count:,} by the one are so by the other"
+    return {
+        "other": other,
+        "spearman": rho,
+        "top": count,
+        "shared": len(top),
+        "top_overlap": len(top) / count,
+        "words": f"rank correlation of {score} and {other} {correlation(rho)}; {overlap}",
+    }
 
 
 def separability(p: Array, reference: int, flagged: int, smallest: int | None) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +64,7 @@ def attribution_cards(result: AnalyzeResult) -> list[AttributionCard]:
     for row in shown_rows(measures)[:MAX_CARDS]:
         shown = input_of(result, row)
         overlays = [overlay for measure in measures if (overlay := _overlay(measure, row, shown)) is not None]
-        passages = [passage for measure in measures for passage in passages_of(measure, row, shown)]
+        passages = [passage for measure in measures for passage in passages_of(measure, row, shown, result.vocabulary)]
         if overlays or passages:
             rank = result.samples["rank"].iloc[row]
             picture = picture_uri(shown, PICTURE_SIDE) if overlays else None
@@ -104,14 +105,17 @@ def picture_of(measure: MeasureResult, row: int, shown: TopSample) -> tuple[Arra
     return overlaid(to_rgb(image).mean(axis=2), flat), flat
 
 
-def passages_of(measure: MeasureResult, row: int, shown: TopSample) -> list[Passage]:
+def passages_of(measure: MeasureResult, row: int, shown: TopSample, vocabulary: Mapping[int, str]) -> list[Passage]:
     """A row's ids under a measure's colours, a passage an input of ids."""
     maps = maps_of(measure, row)
     ids = [place for place in maps if f"ids_{place}" in measure.arrays]
     found = []
     for place in ids:
         at = np.flatnonzero(measure.arrays["rows"] == row)[0]
-        spans, scale, note = spans_of(measure.arrays[f"ids_{place}"][at].reshape(-1), maps[place].reshape(-1), shown.text)
+        words = vocabulary if place == ids[0] else {}  # the dataset knows the words of the first input of ids
+        padding = (measure.numbers.get("padding_ids") or {}).get(str(place))
+        here = measure.arrays[f"ids_{place}"][at].reshape(-1)
+        spans, scale, note = spans_of(here, maps[place].reshape(-1), shown.text, words, padding)
         title = f"{measure.title}, input {place}" if len(ids) > 1 else measure.title
         found.append(Passage(measure.name, title, spans, scale_words(measure, scale), note))
     return found

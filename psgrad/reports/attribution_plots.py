@@ -51,7 +51,8 @@ def attribution_plot(result: AnalyzeResult, measure: MeasureResult) -> Plot | No
     if pictures:
         caption = f"The largest gradient norms: each input as it is, and under its colours. {_SIGNED.format(of=unit_of(measure))}"
         return Plot(name, title, caption, _sheet(measure, pictures), vector=False)
-    passages = [(shown, passage) for row, shown in inputs.items() if maps_of(measure, row) for passage in passages_of(measure, row, shown)]
+    mapped = [(row, shown) for row, shown in inputs.items() if maps_of(measure, row)]
+    passages = [(shown, passage) for row, shown in mapped for passage in passages_of(measure, row, shown, result.vocabulary)]
     if passages:
         words = _SIGNED if measure.name in ADDITIVE else _UNSIGNED
         caption = f"The passages of the largest gradient norms. {words.format(of=unit_of(measure))}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from psgrad.reports.attribution_colours import level_of, scale_of, style_of
-from psgrad.reports.words import printable
+from psgrad.reports.words import count, number, printable
 
 Array = np.ndarray[Any, Any]
 
@@ -43,22 +44,58 @@ class Passage:
 def pieces_of(ids: Array, text: str | None) -> tuple[list[str], list[int]]:
     """(pieces of text, how many positions each stands for): characters, UTF-8 bytes or words of the text, whichever there are as many of
     as positions [t]; else the ids themselves, each behind its position."""
-    count = len(ids)
+    positions = len(ids)
     if text is not None:
-        if len(text) == count:
-            return list(text), [1] * count
+        if len(text) == positions:
+            return list(text), [1] * positions
         sizes = [len(letter.encode("utf-8", "surrogatepass")) for letter in text]
-        if sum(sizes) == count:
+        if sum(sizes) == positions:
             return list(text), sizes
         words = re.findall(r"^\s*\S+\s*|\S+\s*", text)
-        if len(words) == count:
-            return words, [1] * count
-    return [f"{position}:{value} " for position, value in enumerate(ids.tolist())], [1] * count
+        if len(words) == positions:
+            return words, [1] * positions
+    return _numbered(ids), [1] * positions
 
 
-def spans_of(ids: Array, weights: Array, text: str | None) -> tuple[list[Span], float, str]:
-    """(spans, what full colour stands for, what is left out) of positions [t]; a piece of several positions has their sum."""
+def _numbered(ids: Array) -> list[str]:
+    return [f"{position}:{value} " for position, value in enumerate(ids.tolist())]
+
+
+def unpadded(ids: Array, padding: int | None = None) -> tuple[int, int, int | None]:
+    """(start, stop, padding id) of the positions that are no padding: a run at either end of the id `padding`, where that is known, or
+    else of one id, three times or more."""
+    positions = len(ids)
+    for step in (-1, 1):  # nearly all models pad at the end
+        edge = ids[::step]
+        alike = int((np.cumprod(edge == edge[0]) if positions else np.empty(0)).sum())
+        if positions > alike > 0 and (edge[0] == padding or (padding is None and alike > 2)):
+            return (0, positions - alike, int(edge[0])) if step < 0 else (alike, positions, int(edge[0]))
+    return 0, positions, None
+
+
+def spans_of(
+    ids: Array, weights: Array, text: str | None, vocabulary: Mapping[int, str] | None = None, padding: int | None = None
+) -> tuple[list[Span], float, str]:
+    """(spans, what full colour stands for, what is left out) of positions [t]; a piece of several positions has their sum.
+
+    Ids that are no characters, bytes or words of the text are shown by their own texts, `vocabulary`, where these are known, and without
+    padding.
+    """
     pieces, sizes = pieces_of(ids, text)
+    notes = []
+    if pieces == _numbered(ids):
+        start, stop, filler = unpadded(ids, padding)
+        if filler is not None:
+            rest = np.delete(weights, np.s_[start:stop])
+            share = f", which together have {number(float(rest.sum()))}" if np.any(rest) else ""
+            notes.append(f"{count(len(rest), 'position')} of padding (id {filler}) left out{share}")
+        ids, weights = ids[start:stop], weights[start:stop]
+        pieces, sizes = pieces_of(ids, text)
+        if pieces == _numbered(ids):
+            if vocabulary:
+                pieces = [vocabulary.get(int(each), f"[{each}]") for each in ids.tolist()]
+            else:
+                notes.append("position:id, as the dataset has neither tokens(ids) nor a tokenizer that tells the words")
     ends = np.cumsum([0, *sizes])
     totals = np.array([weights[start:end].sum() for start, end in pairwise(ends)], dtype=np.float64)
     shown = int(np.searchsorted(ends, MAX_POSITIONS, side="right")) - 1
@@ -67,4 +104,6 @@ def spans_of(ids: Array, weights: Array, text: str | None) -> tuple[list[Span], 
     spans = [
         Span(printable("".join(piece for _, piece in group), "\n\t"), level) for level, group in groupby(leveled, key=lambda each: each[0])
     ]
-    return spans, scale, f"the first {ends[shown]:,} of {len(ids):,} positions" if shown < len(pieces) else ""
+    if shown < len(pieces):
+        notes.append(f"the first {ends[shown]:,} of {len(ids):,} positions")
+    return spans, scale, "; ".join(notes)

@@ -123,7 +123,7 @@ def _name_scales(figure: Figure) -> None:
         for axis in (axes.xaxis, axes.yaxis):
             words, label = _SCALES.get(axis.get_scale()), axis.get_label_text()
             if words and "log" not in label:
-                axis.set_label_text(f"{label} ({words})" if label else words)
+                axis.set_label_text(f"{label[:-1]}, {words})" if label.endswith(")") else f"{label} ({words})" if label else words)
 
 
 _SCALES = {"log": "log scale", "symlog": "signed log scale: linear about zero"}

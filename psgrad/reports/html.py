@@ -22,8 +22,8 @@ from psgrad.reports.judgement import Judgement, findings_sentences, judgement, n
 from psgrad.reports.measure_sections import MeasureSection, measure_sections
 from psgrad.reports.page import at, excerpt, facts_of, loss_unit, made_words, notes_of, picture_uri, plot_uri, templates, title_of
 from psgrad.reports.plots import MAX_PICTURES, PICTURE_NOTE
-from psgrad.reports.rankings import Rankings, rankings_of, score_words
-from psgrad.reports.sample_table import listed_samples, sample_table
+from psgrad.reports.rankings import OFFER, OPTION, Rankings, rankings_of, score_words
+from psgrad.reports.sample_table import listed_samples, sample_table, values_table
 from psgrad.reports.scatter import linked_svg
 from psgrad.reports.tables import DataTable, Heading, TableRow
 from psgrad.reports.verdicts import finding_table, gate_sentence, gate_table
@@ -70,13 +70,15 @@ def render(result: AnalyzeResult, plots: Sequence[Plot], of_measures: dict[str, 
     how = judgement(result)
     rankings = rankings_of(at(manifest, "outliers"))
     scatter = next((plot for plot in plots if plot.name == "loss_against_norm"), None)
-    cards, attribution = _cards(result), attribution_cards(result)
+    cards, values, attribution = _cards(result), values_table(result), attribution_cards(result)
     sections = measure_sections(result, of_measures or {}, FIGURES_ROOM)
     script, policy = _script()
     return templates.get_template("report.html").render(
         title=title_of(manifest, "Which training examples pull hardest?"),
         headline=_headline(result, how, rankings),
         rankings=rankings,
+        offer=OFFER,
+        option=OPTION,
         ranked_by=score_words(how.score),
         partial=None if limit is None else _partial_words(result),
         how=how,
@@ -87,6 +89,7 @@ def render(result: AnalyzeResult, plots: Sequence[Plot], of_measures: dict[str, 
         found=finding_table(result.check),
         table=sample_table(result) if len(listed) else None,
         cards=cards,
+        values=values,
         picture_note=PICTURE_NOTE,
         classes=has_classes(samples),
         scatter=scatter and (scatter, Markup(linked_svg(scatter, listed, result.class_names))),
@@ -105,7 +108,7 @@ def render(result: AnalyzeResult, plots: Sequence[Plot], of_measures: dict[str, 
         notes=notes_of(manifest),
         contents=_contents(
             {
-                "inputs": bool(cards),
+                "inputs": bool(cards) or values is not None,
                 "attribution": bool(attribution),
                 "by-class": statistics is not None,
                 "by-layer": len(result.parameters) > 0,
@@ -131,7 +134,8 @@ def _cards(result: AnalyzeResult) -> list[Card]:
     wanted = result.top_inputs[:MAX_PICTURES]
     rows = top_samples(result.samples, max(len(result.top_inputs), MAX_PICTURES))
     known = {row["id"]: row for row in rows.assign(_differs=disagrees(rows)).to_dict("records")}
-    return [_card(sample, known[sample.id], result.class_names) for sample in wanted if sample.id in known]
+    shown = [sample for sample in wanted if sample.id in known and (sample.image is not None or sample.text is not None)]
+    return [_card(sample, known[sample.id], result.class_names) for sample in shown]
 
 
 def _card(sample: TopSample, row: dict[Any, Any], class_names: list[str] | None) -> Card:

@@ -22,7 +22,19 @@ from psgrad.reports.influence_words import (
     signed,
     unit_words,
 )
-from psgrad.reports.page import FACT_LIMIT, at, excerpt, facts_of, made_words, notes_of, picture_uri, plot_uri, templates, title_of
+from psgrad.reports.page import (
+    FACT_LIMIT,
+    at,
+    excerpt,
+    facts_of,
+    made_words,
+    notes_of,
+    picture_uri,
+    plot_uri,
+    shown_text,
+    templates,
+    title_of,
+)
 from psgrad.reports.plots import PICTURE_NOTE
 from psgrad.reports.words import brief, identifier, label, number
 from psgrad.results import ALL_INDEX, SIGN, InfluenceResult, disagrees, has_classes
@@ -114,7 +126,7 @@ def _sheet(result: InfluenceResult, query_index: int) -> Sheet:
 def _card(example: Example) -> Card:
     if example.input is None:
         return Card(example, None, None)
-    return Card(example, picture_uri(example.input, PICTURE_SIDE), excerpt(example.input.text))
+    return Card(example, picture_uri(example.input, PICTURE_SIDE), excerpt(shown_text(example.input)))
 
 
 def _notes(result: InfluenceResult, sheets: Sequence[Sheet]) -> str:

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from psgrad.reports.drawing import GRID, INK, QUIET, REST, REVIEW, WIDTH_IN, Plot
 from psgrad.reports.influence_words import Example, examples, query_example, query_title, reported_queries, unit_words
+from psgrad.reports.page import shown_text
 from psgrad.reports.pictures import to_rgb
 from psgrad.reports.plots import PICTURE_NOTE
 from psgrad.reports.sheets import line_height, place_picture, place_words, sheet
@@ -104,7 +105,7 @@ def _table(query: Example | None, sides: tuple[list[Example], list[Example]], fo
     """Text and table rows: a line an example, its text wrapped beside it."""
     texts = any(_wrapped(each) for side in sides for each in side) or bool(query and _wrapped(query))
     lines: list[tuple[tuple[str, ...], str, bool, list[str]]] = []  # cells, their colour, whether they are bold, the text beside them
-    if query and query.input is not None and query.input.text is not None:
+    if query and _wrapped(query):
         lines.append((("the query",), INK, True, _wrapped(query)))
     for side, words, colour in zip(sides, (HELPS, HURTS), (REST, REVIEW), strict=True):
         lines.append(((words if side else f"nothing {words.split()[0]}",), colour, True, []))
@@ -137,9 +138,10 @@ def _table(query: Example | None, sides: tuple[list[Example], list[Example]], fo
 
 
 def _wrapped(example: Example) -> list[str]:
-    if example.input is None or example.input.text is None:
+    text = None if example.input is None else shown_text(example.input)
+    if text is None:
         return []
-    start = brief(example.input.text, _TEXT_LINES * _TEXT_WIDTH, keep="\n\t").expandtabs(4)
+    start = brief(text, _TEXT_LINES * _TEXT_WIDTH, keep="\n\t").expandtabs(4)
     lines = [part for line in start.split("\n") for part in textwrap.wrap(line, _TEXT_WIDTH, drop_whitespace=False) or [""]]
     lines = [line for line in lines if line.strip()]
     return lines if len(lines) <= _TEXT_LINES else [*lines[: _TEXT_LINES - 1], "…"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import pandas as pd
 from psgrad.reports.page import FACT_LIMIT, at
 from psgrad.reports.rankings import score_words
 from psgrad.reports.tables import DataTable, Heading, TableRow, cell, words_of
-from psgrad.reports.words import brief, count, identifier, number
+from psgrad.reports.words import brief, count, group_words, identifier, number
 from psgrad.results import AnalyzeResult, disagrees, has_classes
 
 MAX_NAMED = 20
@@ -41,7 +41,12 @@ def judgement(result: AnalyzeResult) -> Judgement:
     undecided = brief(str(facts.get("why_not") or ""), FACT_LIMIT) if referenced and not facts.get("evaluable", True) else ""
     caveats = [brief(str(each), 400) for each in facts.get("caveats") or []][:MAX_CAVEATS] if referenced else []
     return Judgement(
-        referenced, str(facts.get("score", "grad_norm")), _facts(facts, referenced), undecided, caveats, _groups(facts, referenced)
+        referenced,
+        str(facts.get("score", "grad_norm")),
+        _facts(facts, referenced),
+        undecided,
+        caveats,
+        _groups(facts, referenced, result.class_names),
     )
 
 
@@ -108,7 +113,7 @@ def _facts(facts: Mapping[str, Any], referenced: bool) -> list[tuple[str, str]]:
     return [(brief(name, 80), brief(words, FACT_LIMIT)) for name, words in pairs if words]
 
 
-def _groups(facts: Mapping[str, Any], referenced: bool) -> DataTable | None:
+def _groups(facts: Mapping[str, Any], referenced: bool, class_names: Sequence[str] | None) -> DataTable | None:
     """A row a group, where samples were compared within groups."""
     by, each = at(dict(facts), "groups", "by"), at(dict(facts), "groups", "each")
     if by is None or not isinstance(each, dict):
@@ -124,8 +129,8 @@ def _groups(facts: Mapping[str, Any], referenced: bool) -> DataTable | None:
         ]
         columns += ["reference", "smallest_p", "smallest_flaggable", "evaluable"]
     rows = [
-        TableRow([brief(str(group), 80), *(cell(said.get(column)) for column in columns)], only=("group", brief(str(group), 120)))
-        for group, said in list(each.items())[:MAX_GROUPS]
+        TableRow([name, *(cell(said.get(column)) for column in columns)], only=("group", name))
+        for name, said in [(group_words(group, by, class_names), said) for group, said in list(each.items())[:MAX_GROUPS]]
     ]
     note = f"{MAX_GROUPS} of {len(each):,} groups are shown." if len(each) > MAX_GROUPS else ""
     return DataTable("groups", f"Groups by {words_of(by)}", headings, rows, note)

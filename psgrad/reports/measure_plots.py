@@ -138,7 +138,7 @@ def matrix(measure: MeasureResult, name: str, values: Array, names: list[str] | 
             for column in range(side):
                 dark = shown[row, column] < np.nanmean([np.nanmin(shown), np.nanmax(shown)])
                 colour = "#ffffff" if dark else "#101418"
-                axes.text(column, row, number(float(f"{shown[row, column]:.2g}")), ha="center", va="center", fontsize=8, color=colour)
+                axes.text(column, row, _two_digits(float(shown[row, column])), ha="center", va="center", fontsize=8, color=colour)
     off = values[~np.eye(side, dtype=bool)].astype(np.float64)
     alt = f"{words_of(name)}, {side:,} by {side:,}: diagonal {_range(np.diag(values))}, the rest {_range(off)}."
     caption = alt + (" Neighbouring rows and columns are averaged." if side > MAX_SIDE else "")
@@ -196,6 +196,12 @@ def _histogram(axes: Axes, values: Array, listed: Array, words: str) -> str:
     axes.set_ylim(bottom=0)
     count_axis(axes)
     return f"{words}: from {number(low)} to {number(high)}, median {number(float(np.median(values)))}"
+
+
+def _two_digits(value: float) -> str:
+    """Two significant digits, and more where two would make it a 1 that it is not."""
+    rounded = float(f"{value:.2g}")
+    return number(value) if abs(rounded) == 1 != abs(value) else number(rounded)
 
 
 def _missing(missing: int) -> str:

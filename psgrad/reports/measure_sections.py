@@ -45,14 +45,16 @@ def measure_sections(result: AnalyzeResult, plots: Mapping[str, Sequence[Plot]],
                 room -= len(picture)
             else:
                 left_out.append(f"plots/{plot.name}.png")
-        sections.append(_section(place, measure, figures, left_out))
+        sections.append(_section(place, measure, figures, left_out, result.class_names))
     return sections
 
 
-def _section(place: int, measure: MeasureResult, figures: Sequence[tuple[Plot, str]], left_out: Sequence[str]) -> MeasureSection:
+def _section(
+    place: int, measure: MeasureResult, figures: Sequence[tuple[Plot, str]], left_out: Sequence[str], class_names: Sequence[str] | None
+) -> MeasureSection:
     about = [("Formula", measure.formula), ("Unit", measure.unit), ("Source", measure.source)]
     tables = [
-        table_of(f"measure-{place}-{number}", f"{measure.title}: {words_of(name)}", frame, MAX_ROWS, MAX_COLUMNS)
+        table_of(f"measure-{place}-{number}", f"{measure.title}: {words_of(name)}", frame, (MAX_ROWS, MAX_COLUMNS), class_names)
         for number, (name, frame) in enumerate(list(measure.tables.items())[:MAX_TABLES])
         if len(frame)
     ]

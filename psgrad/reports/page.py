@@ -10,7 +10,7 @@ import jinja2
 
 from psgrad.reports.drawing import Plot
 from psgrad.reports.pictures import thumbnail, to_png
-from psgrad.reports.words import brief, number
+from psgrad.reports.words import brief, number, values_line
 from psgrad.results import TopSample
 
 TEXT_LIMIT = 400
@@ -36,6 +36,11 @@ def picture_uri(sample: TopSample, side: int) -> str | None:
 def plot_uri(plot: Plot) -> str:
     """A figure, closed as an image: nothing inside it reaches the page."""
     return data_uri("image/svg+xml", plot.adaptive_svg()) if plot.vector else data_uri("image/png", plot.png(dpi=130, titled=False))
+
+
+def shown_text(sample: TopSample) -> str | None:
+    """A sample's text, or the values of its row on a line; None for a picture."""
+    return sample.text if sample.text is not None else values_line(sample.values)
 
 
 def excerpt(text: str | None) -> str | None:

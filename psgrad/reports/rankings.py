@@ -10,7 +10,8 @@ from psgrad.reports.tables import words_of
 from psgrad.wording import correlation
 
 SCORE_WORDS = {"grad_norm": "gradient norm", "log_norm": "gradient norm"}
-LOSS_AS_SCORE = "--set analyze.outliers.score=loss"
+OFFER = "The loss can be the score, too. It costs nothing more and often finds more wrong labels"
+OPTION = "--set analyze.outliers.score=loss"
 
 _ALIKE = 0.9  # of the tops in common: below it the two disagree
 _NEARLY_ONE = 0.9
@@ -18,10 +19,10 @@ _NEARLY_ONE = 0.9
 
 @dataclass(frozen=True)
 class Rankings:
-    """Two orders of the same samples. disagree: whether their tops do. advice: how to have the other one; empty where it is had."""
+    """Two orders of the same samples. offers_loss: whether the loss is not the score yet. disagree: whether their tops do."""
 
     sentence: str
-    advice: str
+    offers_loss: bool
     disagree: bool
     headline: list[tuple[str, str]]
 
@@ -35,26 +36,22 @@ def rankings_of(outliers: Mapping[str, Any] | None) -> Rankings | None:
         return None
     score, other = score_words(str(facts.get("score", "grad_norm"))), score_words(str(agreement.get("other", "loss")))
     disagree = shared / top < _ALIKE
-    overlap = f"{shared:,} of the first {top:,} by {score} are among the first {top:,} by {other} ({shared / top:.0%})"
+    share = 100 if shared == top else min(99, round(100 * shared / top))
+    overlap = f"{shared:,} of the first {top:,} by {score} are among the first {top:,} by {other} ({share}%)"
     order = f"the rank correlation over all samples is {correlation(rho)}"
+    both = f"{score[:1].upper()}{score[1:]} and {other}"
     if disagree:
         although = "although" if rho >= _NEARLY_ONE else "and"
         sentence = (
             f"{score[:1].upper()}{score[1:]} and {other} disagree about which samples to look at first: only {overlap}, {although} {order}."
         )
     else:
-        sentence = f"{score[:1].upper()}{score[1:]} and {other} agree: {overlap}, and {order}."
-    advice = (
-        ""
-        if other != "loss"
-        else "The loss can be the score, too. It costs nothing more and often finds more wrong labels: "
-        f"{LOSS_AS_SCORE}, or analyze.outliers.score: loss in the config, ranks and judges by it."
-    )
+        sentence = f"{both} agree: {overlap}, and {order}."
     headline = [
         (f"{shared:,} of {top:,}", f"first by {score} are also first by {other}"),
         (correlation(rho), f"rank correlation of {score} and {other}"),
     ]
-    return Rankings(sentence, advice, disagree, headline)
+    return Rankings(sentence, other == "loss", disagree, headline)
 
 
 def score_words(score: str) -> str:

@@ -8,13 +8,14 @@ from typing import Any
 
 import pandas as pd
 
-from psgrad.reports.page import loss_unit
+from psgrad.reports.page import at, loss_unit
 from psgrad.reports.tables import DataTable, Heading, TableRow, cell, key_of, words_of
-from psgrad.reports.words import MISSING, brief, identifier, label, number, percentile
-from psgrad.results import AnalyzeResult, disagrees, has_classes
+from psgrad.reports.words import MISSING, brief, group_words, identifier, label, number, percentile
+from psgrad.results import AnalyzeResult, disagrees, has_classes, top_samples
 
 MAX_SAMPLES = 200
 MAX_COLUMNS = 26
+MAX_VALUE_ROWS, MAX_VALUES = 40, 40
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,9 @@ def sample_table(result: AnalyzeResult) -> DataTable:
     columns, meanings = shown_columns(result), meanings_of(result)
     headings = [_heading(column, meanings, loss_unit(result.manifest)) for column in columns]
     write = {column: writer(column, result.class_names) for column in columns}
+    if "group" in columns:
+        by = at(result.manifest, "outliers", "groups", "by")
+        write["group"] = lambda value: group_words(value, by, result.class_names)
     predicted = columns.index("prediction") if "prediction" in columns else 0
     rows = [
         TableRow(
@@ -93,6 +97,33 @@ def sample_table(result: AnalyzeResult) -> DataTable:
         for record, differs in zip(listed.to_dict("records"), disagrees(listed), strict=True)
     ]
     return DataTable("samples", "The samples to look at first", headings, rows)
+
+
+def values_table(result: AnalyzeResult) -> DataTable | None:
+    """The inputs of the first ranks, where they are rows of a table: a column a value."""
+    rows = top_samples(result.samples, len(result.top_inputs)).to_dict("records")
+    known = {row["id"]: row for row in rows}
+    shown = [each for each in result.top_inputs if each.values and each.id in known][:MAX_VALUE_ROWS]
+    if not shown:
+        return None
+    names = list(dict.fromkeys(name for each in shown for name, _ in each.values))
+    classes = [column for column in ("target", "prediction") if column in result.samples]
+    headings = [
+        Heading("rank", "rank", True, sorted=True),
+        Heading("id", "id"),
+        *(_heading(column, {}, "") for column in classes),
+        *(Heading(key_of(name), brief(name, 60), True) for name in names[:MAX_VALUES]),
+    ]
+    cells = [
+        [
+            *(writer(column, result.class_names)(known[each.id][column]) for column in ("rank", "id", *classes)),
+            *(cell(dict(each.values).get(name)) for name in names[:MAX_VALUES]),
+        ]
+        for each in shown
+    ]
+    note = f"The first {MAX_VALUES} of {len(names):,} values are shown." if len(names) > MAX_VALUES else ""
+    table_rows = [TableRow(each, sample=int(known[sample.id]["index"])) for each, sample in zip(cells, shown, strict=True)]
+    return DataTable("values", "The values of the top samples", headings, table_rows, note)
 
 
 def writer(column: str, class_names: list[str] | None) -> Callable[[Any], str]:

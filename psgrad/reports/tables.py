@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from psgrad.reports.words import MISSING, brief, number
+from psgrad.reports.words import MISSING, brief, label, number
 
 CELL_LIMIT = 120
+CLASS_COLUMNS = ("class", "other_class")  # of measures' tables: classes by their numbers
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,17 @@ class DataTable:
     note: str = ""
 
 
-def table_of(name: str, caption: str, frame: pd.DataFrame, rows: int, columns: int) -> DataTable:
-    """Any frame as a table: its first rows and columns, and how many there are."""
+def table_of(name: str, caption: str, frame: pd.DataFrame, limits: tuple[int, int], class_names: Sequence[str] | None = None) -> DataTable:
+    """Any frame as a table: its first (rows, columns), and how many there are. Classes have their names, where these are known."""
+    rows, columns = limits
     shown = frame.iloc[:rows, :columns]
-    numeric = [pd.api.types.is_numeric_dtype(shown.dtypes.iloc[place]) for place in range(shown.shape[1])]
+    classes = [class_names is not None and each in CLASS_COLUMNS for each in shown.columns]
+    numeric = [pd.api.types.is_numeric_dtype(shown.dtypes.iloc[place]) and not classes[place] for place in range(shown.shape[1])]
     headings = [Heading(key_of(each), words_of(each), is_number) for each, is_number in zip(shown.columns, numeric, strict=True)]
-    cells = [[cell(value) for value in shown.iloc[:, place].tolist()] for place in range(shown.shape[1])]
+    cells = [
+        [label(value, class_names) if classes[place] else cell(value) for value in shown.iloc[:, place].tolist()]
+        for place in range(shown.shape[1])
+    ]
     left_out = [
         f"{there:,} {what}" for there, most, what in ((len(frame), rows, "rows"), (frame.shape[1], columns, "columns")) if there > most
     ]

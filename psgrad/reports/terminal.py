@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from psgrad.reports.rankings import rankings_of
-from psgrad.reports.words import count, identifier, label, number, percentile, printable
+from psgrad.reports.rankings import OFFER, OPTION, rankings_of
+from psgrad.reports.words import count, group_words, identifier, label, number, percentile, printable
 from psgrad.results import AnalyzeResult, top_samples
 
 # Wide enough that a table in a pipe or a file is never cut to some screen's width.
@@ -47,7 +47,8 @@ def _columns(result: AnalyzeResult) -> list[tuple[str, bool, Callable[[Row], str
     if "prediction" in there:
         columns.append(("prediction", False, lambda row: label(row["prediction"], names)))
     if "group" in samples and samples["group"].nunique() > 1:
-        columns.append(("group", False, lambda row: label(row["group"])))
+        by = ((result.manifest.get("outliers") or {}).get("groups") or {}).get("by")
+        columns.append(("group", False, lambda row: group_words(row["group"], by, names)))
     columns += [("loss", True, lambda row: number(row["loss"])), ("gradient norm", True, lambda row: number(row["grad_norm"]))]
     if judged_by not in ("loss", "grad_norm", "log_norm") and judged_by in samples:
         columns.append((judged_by, True, lambda row: number(row[judged_by])))
@@ -74,8 +75,8 @@ def summary(result: AnalyzeResult) -> str:
         lines.append(printable(undecided if not judged.get("evaluable") else f"resolution limit: {judged.get('resolution')}"))
     if rankings := rankings_of(judged):
         lines.append(printable(rankings.sentence))
-        if rankings.disagree and rankings.advice:
-            lines.append(rankings.advice)
+        if rankings.disagree and rankings.offers_loss:
+            lines.append(f"{OFFER}: {OPTION} ranks and judges by it")
     check = result.manifest.get("self_check") or {}
     if check.get("samples"):
         lines.append(

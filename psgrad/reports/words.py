@@ -16,10 +16,13 @@ ID_LIMIT = 80
 
 
 def number(value: Any) -> str:
-    """Four significant digits: 0.01234, 12.34, 1.2e-07; a dash where there is none."""
+    """Four significant digits: 0.01234, 12.34, 1.2e-07; more where four would make it a 1 that it is not; a dash where there is none."""
     if value is None or _is_missing(value):
         return MISSING
-    return f"{value:.4g}"
+    text = f"{value:.4g}"
+    if text in ("1", "-1") and 1 - abs(value) > 1e-12:
+        text = next(more for more in (f"{value:.{digits}g}" for digits in range(5, 14)) if more != text)
+    return text
 
 
 def count(n: int, noun: str = "sample") -> str:
@@ -42,6 +45,21 @@ def label(value: Any, class_names: Sequence[str] | None = None) -> str:
             return brief(class_names[index], LABEL_LIMIT)
         return str(index) if isinstance(value, Integral) else number(value)
     return number(value) if isinstance(value, Real) and not isinstance(value, bool) else brief(str(value), LABEL_LIMIT)
+
+
+def values_line(values: Sequence[tuple[str, Any]]) -> str | None:
+    """A table's row on one line: "age 39, hours 40"; None where there are no values."""
+    return ", ".join(f"{brief(name, ID_LIMIT)} {_value(value)}" for name, value in values) or None
+
+
+def _value(value: Any) -> str:
+    return value if isinstance(value, str) else number(value)
+
+
+def group_words(group: Any, by: Any, class_names: Sequence[str] | None) -> str:
+    """A group of samples: the class's name where samples were grouped by class and it is known, else what the group is called."""
+    known = by in ("class", "target", "prediction") and isinstance(group, str) and group.isdecimal()
+    return label(int(group) if known else group, class_names if known else None)
 
 
 def identifier(value: Any) -> str:

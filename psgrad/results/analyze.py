@@ -57,12 +57,13 @@ PARAMETER_COLUMNS = (
 class TopSample(ShortRepr):
     """The input of one of the top samples, as far as a person can look at it.
 
-    `image` has shape [H, W] or [C, H, W] and any value range.
+    `image` has shape [H, W] or [C, H, W] and any value range. `values` are those of a row of a table, (column, value).
     """
 
     id: str | int
     image: np.ndarray[Any, Any] | None = None
     text: str | None = None
+    values: tuple[tuple[str, float | int | str | None], ...] = ()
 
 
 @dataclass(frozen=True, repr=False)
@@ -73,12 +74,13 @@ class AnalyzeResult(ShortRepr):
     loss in all trainable parameters, `log_norm` its base-10 logarithm. `parameters` has one row per parameter with PARAMETER_COLUMNS:
     the distribution of the per-sample norm of that parameter's gradient, and its `share` of the mean squared norm.
     `top_inputs` are the inputs of the first ranks, largest norm first; empty where the config leaves inputs out. `measures` are those that
-    were asked for, by name. `check` is the gate's verdict, with all findings.
+    were asked for, by name. `check` is the gate's verdict, with all findings. `vocabulary` has the text of each id in maps of attribution,
+    where the dataset knows it.
 
     `manifest` is what manifest.json holds. The reports read these keys, and do without the ones that are missing:
     `config` (the resolved config), `versions` {name: version}, `model` {factory, parameters, trainable, checkpoint, sha256, notes,
     modules_imported}, `data` {source, fingerprint}, `engine` {device, dtype, chunk_size}, `self_check` {samples,
-    worst_relative_error}, `timings` {phase: seconds}.
+    worst_relative_error}, `timings` {phase: seconds}, `created`, `command_line`, `revision`.
     """
 
     samples: pd.DataFrame
@@ -89,6 +91,7 @@ class AnalyzeResult(ShortRepr):
     class_names: list[str] | None = None
     measures: Mapping[str, MeasureResult] = field(default_factory=dict)
     check: CheckResult | None = None
+    vocabulary: Mapping[int, str] = field(default_factory=dict)
 
 
 def top_samples(frame: pd.DataFrame, n: int) -> pd.DataFrame:

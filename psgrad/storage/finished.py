@@ -36,6 +36,7 @@ def load_run(folder: Path) -> AnalyzeResult:
         manifest.get("config", {}).get("data", {}).get("class_names"),
         measures,
         read_check(folder),
+        {int(number): text for number, text in _json(folder / "inputs" / "vocabulary.json", {}).items()},
     )
 
 
@@ -77,7 +78,8 @@ def _measure(folder: Path, name: str, about: dict[str, Any]) -> MeasureResult:
 def _inputs(folder: Path) -> list[TopSample]:
     listed = _json(folder / "inputs" / "inputs.json", [])
     images = _arrays(folder / "inputs" / "images.safetensors") if (folder / "inputs" / "images.safetensors").exists() else {}
-    return [TopSample(each["id"], images.get(str(place)), each["text"]) for place, each in enumerate(listed)]
+    values = [tuple((name, value) for name, value in each.get("values") or ()) for each in listed]
+    return [TopSample(each["id"], images.get(str(place)), each["text"], values[place]) for place, each in enumerate(listed)]
 
 
 def _table(path: Path) -> pd.DataFrame:

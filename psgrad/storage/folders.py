@@ -164,11 +164,14 @@ class RunFolder:
             about[name] = {**words, "tables": list(result.tables), "arrays": list(result.arrays)}
         self.write_json(f"{MEASURES}.json", about)
 
-    def write_inputs(self, inputs: Sequence[TopSample]) -> None:
-        """Write what is shown of samples: inputs/inputs.json (ids and texts) and inputs/images.safetensors, by place in the list."""
+    def write_inputs(self, inputs: Sequence[TopSample], vocabulary: Mapping[int, str] | None = None) -> None:
+        """Write what is shown of samples: inputs/inputs.json (ids, texts and values), inputs/images.safetensors, by place in the list, and
+        inputs/vocabulary.json, the texts of ids."""
+        if vocabulary:
+            self.write_json("inputs/vocabulary.json", vocabulary)
         if not inputs:
             return
-        self.write_json("inputs/inputs.json", [{"id": each.id, "text": each.text} for each in inputs])
+        self.write_json("inputs/inputs.json", [{"id": each.id, "text": each.text, "values": each.values} for each in inputs])
         images = {str(place): each.image for place, each in enumerate(inputs) if each.image is not None}
         if images:
             self.write_bytes("inputs/images.safetensors", packed(images))

@@ -188,7 +188,7 @@ def _differences(key: str, was: Any, now: Any) -> list[str]:
 
 def _short(value: Any) -> str:
     text = json.dumps(value)
-    return shorten_middle(text, 80)
+    return shorten_middle(text, _SHOWN)
 
 
 def unreadable(path: Path, error: OSError) -> LedgerError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -31,7 +31,7 @@ from psgrad.workflows.record import Clock, describe_run, recorded
 from psgrad.workflows.resuming import identity, measure_specs, reopen, require_judged_alike
 from psgrad.workflows.row_facts import about_rows
 from psgrad.workflows.setup import set_up
-from psgrad.workflows.shown_inputs import input_of
+from psgrad.workflows.shown_inputs import input_of, vocabulary_of
 
 _PICTURES = 40
 
@@ -95,11 +95,13 @@ def analyze(
             progress(Progress(count, count, "samples", unfactored_words(norms.unfactored)))
         facts["counts"] = {"samples": len(frame), "nonfinite": int((frame["status"] == "nonfinite").sum()), "in_dataset": len(run.samples)}
         facts["timings"] = clock.seconds
-        inputs = top_inputs(run.samples, frame, max(_PICTURES, config.analyze.top)) if config.report.include_inputs else []
+        shows = config.report.include_inputs
+        inputs = top_inputs(run.samples, frame, max(_PICTURES, config.analyze.top), results) if shows else []
+        words = vocabulary_of(run.samples, results.values()) if shows else {}
         verdict = check_samples(frame, facts, folder, gate)
-        result = AnalyzeResult(frame, parameters, facts, folder.path, inputs, config.data.class_names, results, verdict)
+        result = AnalyzeResult(frame, parameters, facts, folder.path, inputs, config.data.class_names, results, verdict, words)
         with clock("report"):
-            folder.write_inputs(inputs)
+            folder.write_inputs(inputs, words)
             if report:
                 write_report(result, folder.write_bytes)
     folder.drop_shards()
@@ -174,7 +176,9 @@ def parameter_table(norms: GradientNorms, params: dict[str, torch.Tensor]) -> pd
     return pd.DataFrame(rows, columns=list(PARAMETER_COLUMNS))
 
 
-def top_inputs(samples: Samples, frame: pd.DataFrame, count: int) -> list[TopSample]:
-    """The inputs of the samples with the largest norms, as far as a person can look at them."""
-    found = [input_of(samples, int(row)) for row in top_samples(frame, count)["index"]]
-    return found if any(sample.image is not None or sample.text is not None for sample in found) else []
+def top_inputs(samples: Samples, frame: pd.DataFrame, count: int, measures: Mapping[str, MeasureResult]) -> list[TopSample]:
+    """The inputs of the first ranks, and of what measures kept maps of, as far as a person can look at them."""
+    mapped = [row for measure in measures.values() if "rows" in measure.arrays for row in measure.arrays["rows"].tolist()]
+    rows = dict.fromkeys([*map(int, top_samples(frame, count)["index"]), *map(int, mapped)])
+    found = [input_of(samples, row) for row in rows]
+    return found if any(sample.image is not None or sample.text is not None or sample.values for sample in found) else []

@@ -13,7 +13,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
 
 
 def origin(base: Path) -> dict[str, Any]:
-    """created: now, UTC. command_line: of psgrad, None where it was called from Python. revision: of the folder `base`, see `revision_of`."""
+    """created: now, UTC. command_line: of psgrad, None where it was called from Python. revision: `revision_of` the folder `base`."""
     return {"created": now(), "command_line": command_line(), "revision": revision_of(base)}
 
 

@@ -222,6 +222,23 @@ def test_loss_stands_beside_the_norm() -> None:
     assert said["spearman"] == pytest.approx(spearmanr(norms, losses).statistic, rel=1e-12)
     top = set(np.argsort(norms)[-20:]) & set(np.argsort(losses)[-20:])
     assert said["top_overlap"] == len(top) / 20
+    assert (said["top"], said["shared"], said["other"]) == (20, len(top), "loss")
+
+
+def test_where_the_loss_is_the_score_the_norm_stands_beside_it() -> None:
+    random = np.random.default_rng(3)
+    norms, losses = random.lognormal(size=200), random.lognormal(size=200)
+    said = judge(samples(norms).assign(loss=losses), config(review_fraction=0.1, score="loss")).facts["loss_agreement"]
+    assert said["other"] == "grad_norm"
+    assert said["spearman"] == pytest.approx(spearmanr(norms, losses).statistic, rel=1e-12)
+
+
+def test_nearly_the_same_order_is_not_written_as_the_same() -> None:
+    norms = np.exp(np.linspace(0, 3, 2000))
+    losses = norms.copy()
+    losses[-20:] = losses[-20:][::-1]
+    words = judge(samples(norms).assign(loss=losses), config(review_fraction=0.005)).facts["loss_agreement"]["words"]
+    assert "loss 0.9999; 0 of the first 10" in words
 
 
 def test_low_separability_is_told_and_flags_nobody() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import io
 import re
 from pathlib import Path
@@ -222,3 +223,48 @@ def test_ids_of_samples_are_found_by_row() -> None:
     expected = result.samples.sort_values("rank")["id"].head(2).tolist()
     assert [card.id for card in attribution_cards(result)] == expected
     assert isinstance(result.samples, pd.DataFrame)
+
+
+# -- ids ------------------------------------------------------------------------------------------------------------------------------
+
+
+def shown(ids: list[int], weights: list[float], *known: Any) -> tuple[str, str]:
+    """(the pieces in one text, the note) of ids."""
+    spans, _, note = spans_of(np.array(ids), np.array(weights), *(known or (None,)))
+    return "".join(span.text for span in spans), note
+
+
+def test_ids_are_shown_as_words_where_the_dataset_knows_them() -> None:
+    words, note = shown([5, 6, 9], [1.0, 2.0, 3.0], None, {5: "good ", 6: "film"})
+    assert words == "good film[9]"
+    assert note == ""
+
+
+def test_padding_is_left_out_and_counted() -> None:
+    words, note = shown([5, 6, 0, 0, 0, 0], [1.0, 2.0, 0, 0, 0, 0], None, {0: "[PAD]", 5: "good ", 6: "film"})
+    assert words == "good film"
+    assert note == "4 positions of padding (id 0) left out"
+    assert "which together have 0.3" in shown([5, 6, 0, 0, 0], [1.0, 2.0, 0.1, 0.1, 0.1])[1]
+    assert shown([0, 0, 0, 5, 6], [0, 0, 0, 1.0, 2.0])[0] == "0:5 1:6 "  # at the front
+    assert shown([5, 6, 7], [1.0, 2.0, 0.0], None, {5: "a", 6: "b", 7: "<pad>"}, 7)[0] == "ab"  # one, where its id is known
+    assert shown([5, 6, 6], [1.0, 2.0, 0.0], None, {5: "a", 6: "b"})[0] == "abb"  # words may be said twice
+    assert shown([4, 4, 4], [1.0, 2.0, 0.0])[0] == "0:4 1:4 2:4 "  # nothing else is there
+
+
+def test_a_text_is_matched_without_the_padding_behind_it() -> None:
+    assert shown([1, 2, 3, 0, 0, 0], [1.0, 0, 2.0, 0, 0, 0], "one two three")[0] == "one two three"
+    assert shown([1, 2, 0, 0, 0], [1.0, 0, 0, 0, 0], "aa   ")[0] == "aa   "  # five characters for five ids
+
+
+def test_ids_of_an_unknown_vocabulary_say_what_they_are() -> None:
+    words, note = shown([5, 6], [1.0, 2.0])
+    assert words == "0:5 1:6 "
+    assert note == "position:id, as the dataset has neither tokens(ids) nor a tokenizer that tells the words"
+
+
+def test_the_words_of_ids_reach_the_page() -> None:
+    ids = np.array([[101, 7, 102, 0, 0, 0]])
+    found = run(np.array([[0.0, 1.0, 0.2, 0, 0, 0]]), [], ids_0=ids)
+    (card,) = attribution_cards(dataclasses.replace(found, vocabulary={101: "[CLS] ", 7: "excellent ", 102: "[SEP]"}))
+    assert "".join(span.text for span in card.passages[1].spans) == "[CLS] excellent [SEP]"
+    assert "3 positions of padding" in card.passages[1].note

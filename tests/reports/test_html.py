@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import time
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
@@ -12,9 +13,11 @@ import pandas as pd
 import pytest
 
 from psgrad.quality.ranking import rank_samples
+from psgrad.reports.html import render
+from psgrad.reports.plots import norm_histogram
 from psgrad.reports.write import write_report
-from psgrad.results import AnalyzeResult, TopSample, top_samples
-from tests.reports import frames
+from psgrad.results import AnalyzeResult, MeasureResult, TopSample, top_samples
+from tests.reports import frames, influence_runs, private_runs
 
 LIMIT_BYTES = 2_000_000
 VOID = {"meta", "link", "img", "br"}
@@ -222,3 +225,56 @@ def test_all_files_of_the_report_reach_the_writer() -> None:
 def test_the_same_result_gives_the_same_page() -> None:
     result = frames.result(frames.classification(300))
     assert written(result) == written(result)
+
+
+VALUES = (("age", 39.0), ("hours per week", 40), ("ids", "3 17 22"), ("missing", None))
+
+
+def page_of(result: AnalyzeResult) -> str:
+    """The page with one figure, which is soon drawn."""
+    return render(result, [norm_histogram(result.samples)])
+
+
+def test_rows_of_a_table_are_shown_with_their_values() -> None:
+    samples = frames.classification(60)
+    inputs = [TopSample(identity, values=VALUES) for identity in top_samples(samples, 5)["id"]]
+    page = page_of(replace(frames.result(samples, inputs=None), top_inputs=inputs))
+    table = page.split('id="values"')[1].split("</table>")[0]
+    for words in ("age", "hours per week", "39", "40", "3 17 22", "–"):
+        assert f">{words}<" in table
+    assert table.count("<tr data-s=") == 5
+    assert '<a href="#inputs">' in page
+
+
+def test_classes_of_measures_have_their_names() -> None:
+    table = pd.DataFrame({"class": [0, 1], "other_class": [1, 0], "samples": [3, 4], "mean_cosine": [0.5, 0.99996]})
+    measure = MeasureResult("cosine", "Cosine", "f", "u", tables={"classes": table})
+    facts = {"groups": {"by": "class", "each": {"0": {"samples": 3}, "1": {"samples": 4}}}, "score": "grad_norm"}
+    samples = frames.classification(60, classes=2).assign(group=lambda frame: frame["target"].astype(str))
+    run = frames.result(samples, class_names=["cat", "dog"], manifest={**frames.MANIFEST, "outliers": facts})
+    page = page_of(replace(run, measures={"cosine": measure}))
+    shown = page.split('id="measure-0-0"')[1].split("</table>")[0]
+    assert ">cat<" in shown
+    assert ">dog<" in shown
+    assert ">0.99996<" in shown
+    groups = page.split('id="groups"')[1].split("</table>")[0]
+    assert ">cat<" in groups
+    assert ">dog<" in groups
+
+
+@pytest.mark.parametrize(("loss", "unit"), [("cross_entropy", "nats"), ("token_cross_entropy", "nats"), ("mse", "unit of the loss")])
+def test_losses_have_the_unit_that_they_have(loss: str, unit: str) -> None:
+    page = page_of(frames.result(frames.classification(60), manifest={**frames.MANIFEST, "config": {"loss": {"name": loss}}}))
+    assert f"the sample&#39;s own loss ({unit})" in page
+    assert f"{unit} per unit of parameter" in page
+    assert ("unit of the loss" in page) == (unit != "nats")
+
+
+def test_results_have_a_short_repr() -> None:
+    run = frames.result(frames.classification(1797))
+    text = repr(replace(run, measures={f"m{place}": MeasureResult(f"m{place}", "t", "f", "u") for place in range(9)}))
+    assert len(text) < 800
+    assert text.startswith("AnalyzeResult(samples=<DataFrame 1,797 x ")
+    assert "measures={m0, m1, m2, m3, and 5 more}" in text
+    assert len(repr(private_runs.result())) < 800
+    assert len(repr(influence_runs.result())) < 1200

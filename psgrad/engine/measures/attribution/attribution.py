@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -64,13 +64,21 @@ class Attribution(Measure):
         return [OwnPass(self.name.replace("_", "-"), self._run)]
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
-        numbers = {"of": self.of, "places": [place.name for place in self._scalar.places]}
+        numbers: dict[str, Any] = {"of": self.of, "places": [place.name for place in self._scalar.places]}
+        if padding := self._padding():
+            numbers["padding_ids"] = padding
         norms = torch.where(rows["ok"], rows["grad_norm"], -1.0)
         shown = norms.argsort(descending=True, stable=True)[: min(SHOWN, int(rows["ok"].sum()))]
         if not self._setting.shows_inputs or not len(shown):
             return Gathered(numbers=numbers)
         found = [self._maps(part) for part in shown.split(_AT_ONCE)]
         return Gathered(numbers=numbers, arrays={"rows": shown} | {name: torch.cat([each[name] for each in found]) for name in found[0]})
+
+    def _padding(self) -> dict[str, int]:
+        """input -> the id that its embedding takes for padding, where it has one."""
+        model = self._setting.examples.objective.model
+        looked_up = {place.input: model.get_submodule(place.module) for place in self._scalar.places if place.module is not None}
+        return {str(each): module.padding_idx for each, module in looked_up.items() if isinstance(module.padding_idx, int)}
 
     def _run(self, start: int, chunk_size: int) -> Iterator[Columns]:
         return refusing(self, row_pass(self._setting.examples, self._columns, chunk_size, start), "derivatives in the input")

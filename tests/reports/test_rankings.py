@@ -1,0 +1,77 @@
+"""The two rankings, by norm and by loss, are compared where a report begins: on the page and on the terminal."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from psgrad.reports.html import render
+from psgrad.reports.plots import norm_histogram
+from psgrad.reports.rankings import rankings_of
+from psgrad.reports.terminal import summary
+from psgrad.results import AnalyzeResult
+from tests.reports import frames
+
+
+def outliers(spearman: float = 0.99996, shared: int = 8, score: str = "grad_norm", other: str = "loss") -> dict[str, Any]:
+    agreement = {"spearman": spearman, "top": 18, "shared": shared, "top_overlap": shared / 18, "other": other, "words": "w"}
+    return {"decided_by": "review", "score": score, "loss_agreement": agreement}
+
+
+def run(**changes: Any) -> AnalyzeResult:
+    return frames.result(frames.classification(300), manifest={**frames.MANIFEST, "outliers": outliers(**changes)})
+
+
+def plain(page: str) -> str:
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", "", page.split("</style>")[-1]))
+
+
+def test_tops_that_disagree_are_said_first_and_loudly_and_the_loss_is_offered() -> None:
+    page = render(run(), [norm_histogram(frames.classification(20))])
+    said = (
+        "Gradient norm and loss disagree about which samples to look at first: only 8 of the first 18 by gradient norm are among the "
+        "first 18 by loss (44%), although the rank correlation over all samples is 0.9999."
+    )
+    words = plain(page)
+    assert f"What stands out {said}" in words  # nothing stands before it
+    assert 'id="rankings" class="loud"' in page
+    assert "--set analyze.outliers.score=loss, or analyze.outliers.score: loss in the config, ranks and judges by it." in words
+    assert "8 of 18" in words.split("What stands out")[0]  # among the headline figures
+    assert "1.00" not in words.split("Samples to look at first")[0]
+
+
+def test_the_terminal_says_so_too() -> None:
+    _, disagreement, offer, *_ = summary(run()).splitlines()
+    assert disagreement.startswith("Gradient norm and loss disagree about which samples to look at first: only 8 of the first 18")
+    assert offer.endswith("--set analyze.outliers.score=loss ranks and judges by it")
+
+
+def test_tops_that_agree_are_said_quietly() -> None:
+    page = render(run(shared=18), [norm_histogram(frames.classification(20))])
+    assert "Gradient norm and loss agree: 18 of the first 18 by gradient norm are among the first 18 by loss (100%)" in plain(page)
+    assert 'class="loud"' not in page
+    assert "--set analyze.outliers.score=loss" not in summary(run(shared=18))
+
+
+def test_a_run_that_is_ranked_by_loss_says_so_and_does_not_offer_it() -> None:
+    page = plain(render(run(score="loss", other="grad_norm"), [norm_histogram(frames.classification(20))]))
+    assert "Loss and gradient norm disagree" in page
+    assert "--set analyze.outliers.score=loss" not in page
+    assert "ranks the examples by another score, the loss" in page
+    assert "of the first ranks by loss" in page
+
+
+def test_orders_that_differ_altogether_are_not_said_to_be_alike() -> None:
+    found = rankings_of(outliers(spearman=0.12345))
+    assert found is not None
+    assert "and the rank correlation over all samples is 0.1234" in found.sentence
+
+
+@pytest.mark.parametrize("facts", [None, {}, {"loss_agreement": {"spearman": None, "top": None, "shared": None}}, {"loss_agreement": {}}])
+def test_what_can_not_be_compared_is_not(facts: dict[str, Any] | None) -> None:
+    assert rankings_of(facts) is None
+    assert "disagree" not in render(
+        frames.result(frames.classification(20), manifest={"outliers": facts}), [norm_histogram(frames.classification(20))]
+    )
