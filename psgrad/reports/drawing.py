@@ -143,7 +143,7 @@ class _PlainLog(LogFormatter):
 
 def power_words(value: float) -> str:
     """0.01, 2, 1,000, and 10⁻⁶ or 2×10⁷ where digits would have to be counted."""
-    if value == 0 or 1e-3 <= abs(value) < 1e5:
+    if value == 0 or 1e-4 <= abs(value) < 1e5:
         return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
     digits, _, exponent = f"{value:.3e}".partition("e")
     factor = f"{float(digits):g}"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from tests.browser.conftest import Open, Opened
-from tests.browser.results import SCRIPTS
+from tests.browser.results import SCRIPTS, full
 from tests.reports import frames
 
 pytestmark = pytest.mark.browser
@@ -228,3 +229,31 @@ def test_regression_text_and_a_bare_run_open_too(open_page: Open) -> None:
         page = open_page(result, width=400)
         assert page.complaints == []
         assert page.ask("document.scrollingElement.scrollWidth <= innerWidth"), page.ask(OUTSIDE)
+
+
+@pytest.mark.parametrize("width", [500, 1180, 1920])
+def test_tables_use_the_width_and_hide_nothing_that_fits(open_page: Open, full_page: Path, width: int) -> None:
+    page = open_page(full_page, width=width)
+    found = page.ask("[...document.querySelectorAll('#samples')].map(t => [t.scrollWidth, t.closest('.scroll').clientWidth])[0]")
+    needed, room = found
+    assert room > 0.9 * width - 60  # margins, and a scroll bar
+    if width == 1920:
+        assert needed <= room + 1  # 15 columns: none is behind the edge
+    assert page.ask("document.documentElement.scrollWidth") <= width
+    assert page.complaints == []
+
+
+@pytest.mark.parametrize("width", [500, 1180, 1920])
+def test_the_comparison_of_rankings_is_the_first_thing_said(open_page: Open, width: int) -> None:
+    facts = {"score": "grad_norm", "loss_agreement": {"spearman": 0.99996, "top": 18, "shared": 8, "other": "loss", "words": ""}}
+    run = full(200)
+    page = open_page(replace(run, manifest={**run.manifest, "outliers": facts}), width=width)
+    first = page.ask("document.querySelector('#stands-out > :nth-child(2)').id")
+    assert first == "rankings"
+    assert "0.9999" in page.texts("#rankings")[0]
+    weight, border = page.ask("(s => [s.fontWeight, s.borderLeftWidth])(getComputedStyle(document.querySelector('#rankings')))")
+    assert int(weight) >= 600
+    assert border == "4px"
+    for query in (".figures b", "#rankings + p code"):
+        cut = page.ask(f"[...document.querySelectorAll('{query}')].filter(e => e.scrollWidth > e.parentElement.clientWidth).length")
+        assert cut == 0
