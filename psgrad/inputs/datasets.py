@@ -103,7 +103,8 @@ class DatasetSamples(Samples):
         if not callable(tokens) and not callable(decode):
             return None
         try:
-            return [str(each) for each in (tokens(list(ids)) if callable(tokens) else [decode([each]) for each in ids])]
+            found = tokens(list(ids)) if callable(tokens) else map(decode, [[each] for each in ids]) if callable(decode) else ()
+            return [str(each) for each in found]
         except Exception as error:
             how = "tokens(ids)" if callable(tokens) else "tokenizer.decode([id])"
             raise DataError(f"{how} of {self._source} raised {describe_failure(error)}") from error

@@ -108,7 +108,8 @@ class Plot:
 def _fill(figure: Figure, axes: Axes) -> None:
     """Let the axes fill the figure as far as their labels leave room: measured once, where matplotlib's own layout measures four times."""
     axes.set_position((0.1, 0.15, 0.85, 0.75))
-    inner, outer = axes.get_window_extent(), axes.get_tightbbox(FigureCanvasAgg(figure).get_renderer(), for_layout_only=True)
+    canvas = FigureCanvasAgg(figure)
+    inner, outer = axes.get_window_extent(), axes.get_tightbbox(canvas.get_renderer(), for_layout_only=True)  # type: ignore[no-untyped-call]
     assert outer is not None
     width, height = figure.bbox.size
     pad = 0.04 * figure.dpi

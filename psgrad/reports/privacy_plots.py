@@ -84,7 +84,7 @@ def epsilon_against_steps(result: DPStepResult) -> Plot:
         for key, marker, name in (("epsilon_pld", "D", "PLD"), ("epsilon_rdp", "o", "RDP")):
             if _is_number(step.get(key)):
                 words = f"after {count(step['steps'], 'step')}: {epsilon(step[key])} ({name})"
-                look = {"color": REVIEW, "markersize": 7} if name == counts else {"color": FAINT, "markersize": 5}
+                look: dict[str, Any] = {"color": REVIEW, "markersize": 7} if name == counts else {"color": FAINT, "markersize": 5}
                 axes.plot([step["steps"]], [step[key]], marker, label=words, zorder=4, **look)
         _draw_target(axes, step.get("target_epsilon"))
         _finish(axes, step)
