@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from psgrad.config import Config, load_config
+from psgrad.reports.rankings import OFFER, OPTION, rankings_of
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -100,6 +101,17 @@ def test_the_table_is_the_one_shown(digits_run: tuple[Path, str]) -> None:
     for ours, theirs in zip(rows(digits_run[1]), rows(shown), strict=True):
         assert ours[:4] == theirs[:4]
         assert [float(number) for number in ours[4:]] == pytest.approx([float(number) for number in theirs[4:]], rel=2e-3)
+
+
+def test_the_rankings_are_compared_as_shown(digits_run: tuple[Path, str]) -> None:
+    outliers = json.loads((digits_run[0] / "manifest.json").read_bytes())["outliers"]
+    found = rankings_of(outliers)
+    assert found is not None
+    assert f"\n{found.sentence}\n{OFFER}: {OPTION} ranks and judges by it\n" in README
+    agreement = outliers["loss_agreement"]
+    page = " ".join((ROOT / "docs" / "outliers.md").read_text().split())
+    correlation = f"{agreement['spearman']:.6f}"[1:6]
+    assert f"first {agreement['top']} by norm {agreement['shared']} are among the first 18 by loss, at a correlation of {correlation}" in page
 
 
 def test_the_gate_says_what_is_shown(tmp_path: Path) -> None:

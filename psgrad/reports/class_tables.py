@@ -95,6 +95,7 @@ def class_pages(result: AnalyzeResult, statistics: pd.DataFrame) -> list[ClassPa
     place = shown.index.get_indexer(pd.Index(samples["target"].to_numpy()))
     inside = samples[(place >= 0) & samples["rank"].notna().to_numpy()]
     worst = inside.assign(_rank=inside["rank"].to_numpy(np.float64)).sort_values("_rank").groupby("target", observed=True).head(WORST)
+    worst = worst.assign(_differs=disagrees(worst))
     by_class: dict[Any, pd.DataFrame] = dict(iter(worst.groupby("target", observed=True)))
     return [_page(result, place, target, row, by_class.get(target, worst.head(0))) for place, (target, row) in enumerate(shown.iterrows())]
 
@@ -119,9 +120,9 @@ def _page(result: AnalyzeResult, place: int, target: Any, row: pd.Series[Any], w
                 number(record["grad_norm"]),
             ],
             sample=int(record["index"]),
-            differs=frozenset([2]) if differs else frozenset(),
+            differs=frozenset([2]) if record["_differs"] else frozenset(),
         )
-        for record, differs in zip(worst.to_dict("records"), disagrees(worst), strict=True)
+        for record in worst.to_dict("records")
     ]
     return ClassPage(name, sentence, DataTable(f"class-{place}", f"The worst samples of class {name}", headings, rows))
 
