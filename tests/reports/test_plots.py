@@ -15,7 +15,7 @@ from matplotlib.patches import StepPatch
 from PIL import Image
 
 from psgrad.quality.ranking import rank_samples
-from psgrad.reports.drawing import power_words
+from psgrad.reports.drawing import Plot, power_words
 from psgrad.reports.influence_plots import draw_influence_plots
 from psgrad.reports.plots import draw_plots, norm_histogram, norms_per_class, norms_per_layer, top_sheet
 from psgrad.reports.privacy_plots import epsilon_by_multiplier, private_plots, public_plots
@@ -108,19 +108,34 @@ def test_pngs_have_their_title_above_the_figure() -> None:
     assert plot.title not in plot.svg().decode()
 
 
-def test_legends_stand_clear_of_what_is_drawn() -> None:
-    """No legend lies over its axes, in any figure of any command."""
-    runs = frames.result(frames.classification(300))
-    figures = [*draw_plots(runs), *public_plots(private_runs.result()), *private_plots(private_runs.result())]
+@pytest.fixture(scope="module")
+def drawn() -> list[Plot]:
+    """Figures of every command, as they are laid out for their files."""
+    run = frames.result(frames.classification(300))
+    figures = [*draw_plots(run), *public_plots(private_runs.result()), *private_plots(private_runs.result())]
     figures += [epsilon_by_multiplier(private_runs.plan()), *draw_influence_plots(influence_runs.result())]
-    seen = 0
     for plot in figures:
         plot.png()
-        for axes in plot.figure.axes:
-            if legend := axes.get_legend():
-                seen += 1
-                assert legend.get_window_extent().y0 >= axes.get_window_extent().y1 - 1, plot.name
-    assert seen >= 7
+    return figures
+
+
+def test_legends_stand_clear_of_what_is_drawn(drawn: list[Plot]) -> None:
+    clear = [
+        legend.get_window_extent().y0 >= axes.get_window_extent().y1 - 1
+        for plot in drawn
+        for axes in plot.figure.axes
+        if (legend := axes.get_legend())
+    ]
+    assert len(clear) >= 7
+    assert all(clear)
+
+
+def test_logarithmic_axes_say_that_they_are(drawn: list[Plot]) -> None:
+    axes = [axis for plot in drawn for each in plot.figure.axes for axis in (each.xaxis, each.yaxis)]
+    scales = {scale: [axis.get_label_text() for axis in axes if axis.get_scale() == scale] for scale in ("log", "symlog")}
+    assert all("log scale" in label for label in scales["log"])
+    assert all("signed log scale: linear about zero" in label for label in scales["symlog"])
+    assert min(map(len, scales.values())) > 0
 
 
 def test_counts_are_ticked_at_whole_numbers() -> None:
