@@ -35,13 +35,13 @@ ROWS = 1 << 11
 _WORTH_A_VALUE = 32
 
 
-def absolute_sum(gradient: DeferredGradient) -> torch.Tensor | None:
-    """[n] float64: the norms of all products that are added up in a sample's gradient, added up; None for a gradient without terms.
+def absolute_sum(gradient: DeferredGradient) -> torch.Tensor:
+    """[n] float64: the norms of all products that are added up in a sample's gradient, added up; of one term or more.
 
     The rounding of norms and sums is proportional to it. More than `ROWS` positions of one sample count in proportion.
     """
     parts = [placed.term.absolute_sums().double() * max(1.0, placed.term.summands / ROWS) for placed in gradient.terms]
-    return torch.stack(parts).sum(0) if parts else None
+    return torch.stack(parts).sum(0)
 
 
 def bounded_sum(gradient: DeferredGradient, weights: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
