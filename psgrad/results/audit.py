@@ -127,4 +127,6 @@ def _broken(pair: NeighbourPair) -> str:
         return "what is released is not finite"
     if pair.differing:
         return f"what is published differs in {', '.join(pair.differing)}"
+    if pair.ratio <= 1:
+        return f"its contribution moves by {pair.ratio:.4g} of the declared sensitivity"
     return f"the sums are {pair.ratio:.4g} times the declared sensitivity apart"

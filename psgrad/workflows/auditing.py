@@ -18,7 +18,7 @@ from psgrad.errors import ConfigError
 from psgrad.reports.auditing import audit_content
 from psgrad.results import AuditBound, DPAuditResult, NeighbourPair, NoiseAudit, Progress
 from psgrad.storage import PrivateRunFolder
-from psgrad.workflows.neighbours import audited_pairs
+from psgrad.workflows.neighbours import audited_pairs, audited_state, contributions
 from psgrad.workflows.private_setup import PrivateSetup, base_multiplier, planned_events, require_privacy, set_up_privately, unit_in_words
 from psgrad.workflows.record import Clock, describe_run, recorded
 
@@ -73,6 +73,7 @@ def dp_audit(
     PrivateRunFolder.create(path, overwrite)
     folder = PrivateRunFolder(path)
     with recorded(folder, describe_run("dp-audit", setup.run, None), clock):
+        alone = {} if canaries_only else contributions(setup)
         with clock("canaries"):
             mechanism, numbers = mechanism_of(setup, base), itertools.count()
             progress(Progress(0, taken, "audit", unit="step"))
@@ -91,6 +92,7 @@ def dp_audit(
             verdict = judge(played, events, privacy.delta, confidence, accounted)
         with clock("neighbours"):
             pairs, notes = ([], []) if canaries_only else audited_pairs(setup, base)
+            pairs += [] if canaries_only else audited_state(setup, alone)
         if privacy.noise.seed is not None:
             notes.append("the audit drew its noise from the operating system; that of a run with privacy.noise.seed can be drawn again")
         result = result_of(setup, played, verdict, pairs, accounted, accountant, 0 if canaries_only else len(setup.records), notes)

@@ -1,4 +1,6 @@
-"""A drawn batch and its neighbours, for an audit: one record more, less or another, records whose numbers are none, records that cancel."""
+"""A drawn batch and its neighbours, for an audit: one record more, less or another, records whose numbers are none, records that cancel,
+and a record that comes again after others.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +30,9 @@ from psgrad.workflows.private_statement import Statement, ledger_header
 _MOST_RECORDS = 256
 # Records that are taken out or exchanged, besides the longest one.
 _MORE = 2
+# Records that are computed at the beginning of an audit and again at its end, and how far their contributions may be apart, as a share of
+# the sensitivity.
+_REPEATED, _AGAIN = 3, 1e-6
 # What the inputs of a record that should have no say are multiplied by.
 _MONSTERS = {"NaN": math.nan, "infinite": math.inf, "1e30 times as large": 1e30}
 # The weights of the three rows of a record that cancels, of which the first and the one named by `same` are one row of the dataset. The
@@ -100,9 +105,40 @@ def _of_weighted_rows(setup: PrivateSetup, rows: np.ndarray, weights: tuple[floa
     device = next(iter(objective.params.values())).device
     inputs = (*(x.to(device)[None][:count] for x in block.inputs), torch.tensor([weights], dtype=torch.float64, device=device)[:count])
     target = None if block.target is None else block.target.to(device)[None][:count]
-    loss = record_loss(objective.loss, randomness=setup.run.randomness)
+    loss = record_loss(setup.loss, randomness=setup.run.randomness)
     dims = (0, None if target is None else 0)
     return batch_source(loss, objective.params, inputs, target, in_dims=dims, has_aux=True, randomness=setup.run.randomness)
+
+
+Contributions = dict[int, dict[str, Tensor]]
+"""Record numbers to their clipped gradients: name -> [*shape]."""
+
+
+def contributions(setup: PrivateSetup) -> Contributions:
+    """What a few records add to the sum, each by itself; none where the model draws at random."""
+    if draws_at_random(setup.run.first_output, setup.run.model, setup.run.device):
+        return {}
+    chosen = np.unique(np.linspace(0, len(setup.records) - 1, _REPEATED, dtype=np.int64))
+    return {int(record): dict(setup.source(record[None])(setup.clipping).sums) for record in chosen}
+
+
+def audited_state(setup: PrivateSetup, before: Contributions) -> list[NeighbourPair]:
+    """Whether records still add what they added before others passed, and whether what is published besides the weights is what it was.
+
+    before: `contributions` of before. A model or a loss that keeps what it saw shows here.
+    """
+    after = contributions(setup)
+    steps = 1.0 if setup.clipping.grid is None else setup.clipping.grid
+    squares = [
+        sum(float((after[record][name].double() - value.double()).square().sum()) for name, value in sums.items())
+        for record, sums in before.items()
+    ]
+    distance = math.sqrt(max(squares, default=0.0)) * steps
+    sensitivity = setup.clipping.sensitivity(setup.privacy.relation)
+    differing = [f"the published {name}" for name in setup.began.published.differing()]
+    holds = distance <= _AGAIN * sensitivity and not differing  # not so for NaN
+    finite = math.isfinite(distance)
+    return [NeighbourPair("a record again, after the others", distance, sensitivity, distance / sensitivity, differing, finite, holds)]
 
 
 def with_monsters(setup: PrivateSetup) -> PrivateSetup:

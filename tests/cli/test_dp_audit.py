@@ -64,6 +64,7 @@ def audited(workplace: Workplace, *options: str) -> Outcome:
 
 def as_json(workplace: Workplace, *options: str) -> dict[str, Any]:
     outcome = audited(workplace, "--json", *options)
+    assert outcome.out, outcome.err
     found: dict[str, Any] = json.loads(outcome.out)
     assert outcome.code == (1 if found["violations"] else 0)
     return found
@@ -367,3 +368,44 @@ def test_audit_finds_float32_clipped_sums_of_cancelling_positions(private: Workp
     outcome = audited(private, "--overwrite")
     assert outcome.code == 1
     assert "a record comes whose positions cancel" in outcome.out
+# -- state that the model keeps, and rounding ------------------------------------------------------------------------------------------
+
+KEEPS = """\
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(4, 300)
+        self.register_buffer("largest", torch.zeros(()))
+        self.known = 0.0
+
+    def forward(self, x):
+        if x[0, 0] > 1.0:  # of the four rows that are looked at beforehand none is so
+            %s
+        return self.last(x)[:, :3] * (1 + self.known)
+"""
+WRITES = {
+    "buffer": "self.largest = torch.full((), 1.5)",
+    "attribute": "self.known = 1.5",
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_audit_finds_state_that_is_not_put_back(private: Workplace, monkeypatch: pytest.MonkeyPatch, write: str) -> None:
+    inputs = np.clip(private.arrays["x"], -0.9, 0.9)
+    inputs[5, 0] = 1.5
+    private.save(x=inputs)
+    private.use_model(KEEPS % write)
+    outcome = audited(private, "--steps", "1")
+    assert outcome.code == 0, outcome.err + outcome.out
+    monkeypatch.setattr("psgrad.engine.privacy.model_state.ModelState.restore", lambda self: None)
+    found = as_json(private, "--steps", "1", "--overwrite")
+    expected = "its contribution moves by" if "known" in write else "what is published differs in the published largest"
+    assert any(violation.startswith("a record again, after the others: " + expected) for violation in found["violations"])
+
+
+def test_audit_finds_sums_that_are_not_rounded(private: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unrounded(values: torch.Tensor, deviation: float, generator: Generator) -> torch.Tensor:
+        return values + deviation * generator.normal(values.shape, values.dtype)
+
+    monkeypatch.setattr("psgrad.engine.privacy.noise.noisy", unrounded)
+    assert as_json(private, "--steps", "1")["violations"] == ["the noise is not as declared: off the public grid"]

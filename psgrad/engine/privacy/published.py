@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from psgrad.engine.privacy.snapshot import tensors_of
-from psgrad.errors import ModelError
+from psgrad.errors import ModelError, PsgradError
 
 
 class PublishedTensors:
@@ -64,7 +64,11 @@ class PublishedTensors:
         found = {}
         for kind, tensors in (("named", named), ("state", state)):
             for name, value in tensors.items():
-                extent = _extent(value)
+                try:
+                    extent = _extent(value)
+                except PsgradError:  # a traced one, which outlived the run that made it
+                    found[name, kind] = "of no memory"
+                    continue
                 if extent not in trained:
                     found[name, kind] = of_memory[extent] = of_memory[extent] if extent in of_memory else _sha256(value)
         return found
