@@ -697,3 +697,84 @@ def test_an_interrupted_process_leaves_the_private_table_of_its_steps(private: P
     private.succeeded("--resume")
     table = pd.read_parquet(private.run_folder / "private" / "NOT_PRIVATE_steps.parquet")
     assert table["step"].tolist() == [1, 2, 3, 4]
+
+
+# State that the model keeps ---------------------------------------------------------------------------------------------------------
+
+KEEPS = """\
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.last = nn.Linear(4, 3)
+        self.frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
+        self.register_buffer("largest", torch.zeros(2))
+        self.known = [0.0]
+
+    def forward(self, x):
+        factor = 1 + self.known[0]
+        for place in range(8, 32):  # the largest input, to an eighth: of the four rows that are looked at beforehand none comes here
+            if x[0, 0] > place / 8:
+                {write}
+        return self.last(x) * factor
+"""
+
+
+def keeping(private: PrivateWorkplace, write: str) -> None:
+    inputs = np.clip(private.workplace.arrays["x"], -0.9, 0.9)
+    inputs[[5, 9, 14], 0] = 1.5, 2.7, 3.3
+    private.workplace.save(x=inputs)
+    private.workplace.use_model(KEEPS.format(write=write))
+    private.privacy.update(sampling={"scheme": "poisson", "sample_rate": 1.0}, expected_batch_size=24)
+
+
+@pytest.mark.parametrize(
+    ("write", "chunk"), [("self.largest = torch.full((2,), place / 8)", "auto"), ("self.largest.data.numpy()[0] = place / 8", 5)]
+)
+def test_buffer_written_under_a_branch_is_published_as_it_began(private: PrivateWorkplace, write: str, chunk: int | str) -> None:
+    keeping(private, write)
+    private.config["engine"]["chunk_size"] = chunk
+    private.succeeded("--steps", "2")
+    assert private.weights()["largest"].tolist() == [0.0, 0.0]
+    assert load_file(private.run_folder / "checkpoint.safetensors")["tensors/largest"].tolist() == [0.0, 0.0]
+    private.succeeded("--resume")
+    assert private.weights()["largest"].tolist() == [0.0, 0.0]
+
+
+def test_attribute_written_under_a_branch_changes_no_gradient(private: PrivateWorkplace) -> None:
+    sums = []
+    for write in ("pass", "self.known[0] = place"):
+        keeping(private, write)
+        private.config |= {"output": f"out{len(sums)}", "engine": {"dtype": "float64", "verify": 0, "chunk_size": 4}}
+        private.privacy["noise"] = {"multiplier": 0.0}
+        private.succeeded("--steps", "2")
+        sums.append(load_file(private.run_folder / "public" / "noisy_sum.safetensors"))
+    assert all(torch.equal(sums[1][name], value) for name, value in sums[0].items())
+
+
+def test_frozen_parameter_that_is_written_into_is_not_published(private: PrivateWorkplace) -> None:
+    keeping(private, "self.frozen.data.numpy()[0] = place / 8")
+    private.refused(3, "frozen, which is not trained, is not what it was before the first record was read", options=("--steps", "2"))
+    assert not (private.run_folder / "public" / "model.safetensors").exists()
+    assert load_file(private.run_folder / "checkpoint.safetensors")["tensors/frozen"].tolist() == [0.0, 0.0]  # of before the first step
+
+
+def test_caches_and_counters_of_a_model_go_on_working(private: PrivateWorkplace) -> None:
+    private.workplace.use_model(
+        """\
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.last, self.angles, self.calls, self.last_output = nn.Linear(4, 3), None, 0, None
+
+    def forward(self, x):
+        if self.angles is None or len(self.angles) < x.shape[1]:
+            self.angles = torch.arange(x.shape[1], dtype=x.dtype)
+        self.calls += 1
+        self.last_output = self.last(x + self.angles)
+        return self.last_output
+"""
+    )
+    private.succeeded("--steps", "3")
+    assert private.step()["steps"] == 3
