@@ -115,9 +115,7 @@ Contributions = dict[int, dict[str, Tensor]]
 
 
 def contributions(setup: PrivateSetup) -> Contributions:
-    """What a few records add to the sum, each by itself; none where the model draws at random."""
-    if draws_at_random(setup.run.first_output, setup.run.model, setup.run.device):
-        return {}
+    """What a few records add to the sum, each by itself, with its draws of step 0."""
     chosen = np.unique(np.linspace(0, len(setup.records) - 1, _REPEATED, dtype=np.int64))
     return {int(record): dict(setup.source(record[None])(setup.clipping).sums) for record in chosen}
 

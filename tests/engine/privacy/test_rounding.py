@@ -110,7 +110,7 @@ def unrounded(values: Tensor, deviation: float, generator: Generator) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("released", "dtype"), [(noisy_column, torch.float32), (noisy_column, torch.float64), (weights_column, torch.float32)]
+    ("released", "dtype"), [(noisy_column, torch.float32), (noisy_column, torch.float64), (weights_column, torch.float64)]
 )
 def test_released_bits_do_not_tell_membership(released: Released, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """A column that one record alone fills: without the rounding, its finest bits tell in nearly every game whether the record is there."""
