@@ -32,8 +32,8 @@ GRID_BITS = 12
 _OFF = 2.0**-31
 # The share of delta at which `residual_epsilon` is stated.
 _SHARE = 1e-9
-# Numbers that are in float64 at a time. Two blocks of normals for each of eight threads.
-_PIECE = 1 << 20
+# Numbers whose noise is drawn at a time (two blocks of normals for each of eight threads), and that are rounded at a time (in the cache).
+_PIECE, _BLOCK = 1 << 20, 1 << 16
 # Deviations that leave room in float64 for the grid, and for sums of many of them.
 _SMALLEST, _LARGEST = 2.0**-900, 2.0**900
 
@@ -75,9 +75,11 @@ def noisy(values: Tensor, deviation: float, generator: Generator) -> Tensor:
     found = torch.empty(values.shape, dtype=values.dtype, device=values.device)
     flat, out = values.reshape(-1), found.view(-1)
     for start in range(0, flat.numel(), _PIECE):
-        steps = flat[start : start + _PIECE].to(torch.float64, copy=True).div_(grid)
-        drawn = generator.normal((len(steps),), torch.float64, values.device).mul_(deviation / grid)
-        out[start : start + _PIECE] = whole_steps(steps, drawn).mul_(grid)
+        into = out[start : start + _PIECE]
+        drawn = generator.normal((into.numel(),), torch.float64, values.device)
+        for part, of_drawn, result in zip(flat[start : start + _PIECE].split(_BLOCK), drawn.split(_BLOCK), into.split(_BLOCK), strict=True):
+            steps = part.to(torch.float64, copy=True).div_(grid)
+            result.copy_(whole_steps(steps, of_drawn.mul_(deviation / grid)).mul_(grid))
     return found
 
 

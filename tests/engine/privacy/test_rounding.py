@@ -175,7 +175,8 @@ def test_whole_steps_large_sum_leaves_the_noise_its_precision() -> None:
 
 
 def test_noisy_pieces_of_a_large_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounding, "_PIECE", 7)
+    monkeypatch.setattr(rounding, "_PIECE", 14)
+    monkeypatch.setattr(rounding, "_BLOCK", 5)
     values = torch.arange(60, dtype=torch.float64).reshape(3, 20).t()
     drawn = np.random.default_rng(0).normal(size=60).tolist()
     released = noisy(values, 0.01, Draws(drawn))
