@@ -742,7 +742,7 @@ def test_buffer_written_under_a_branch_is_published_as_it_began(private: Private
 
 
 def test_attribute_written_under_a_branch_changes_no_gradient(private: PrivateWorkplace) -> None:
-    sums = []
+    sums: list[dict[str, torch.Tensor]] = []
     for write in ("pass", "self.known[0] = place"):
         keeping(private, write)
         private.config |= {"output": f"out{len(sums)}", "engine": {"dtype": "float64", "verify": 0, "chunk_size": 4}}
