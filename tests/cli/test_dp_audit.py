@@ -368,6 +368,8 @@ def test_audit_finds_float32_clipped_sums_of_cancelling_positions(private: Workp
     outcome = audited(private, "--overwrite")
     assert outcome.code == 1
     assert "a record comes whose positions cancel" in outcome.out
+
+
 # -- state that the model keeps, and rounding ------------------------------------------------------------------------------------------
 
 KEEPS = """\
