@@ -309,7 +309,8 @@ class _KeptTensor:
     def restore(self) -> None:
         if self._was is None:
             raise ValueError("it has more than 64 MiB, or is no dense tensor")
-        self._target.data = self._memory
+        if self._target.data_ptr() != self._memory.data_ptr() or (self._target.shape, self._target.stride()) != self._shape:
+            self._target.data = self._memory
         if self._bits is not None:
             self._bits[...] = self._bits_were
         else:
