@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from tests.random_programs.checking import Outcome, check
+from tests.random_programs.checking import Outcome, check, quiet
 from tests.random_programs.programs import Argument, Program
 
 
@@ -30,7 +30,8 @@ def _runs(program: Program) -> bool:
     """Whether no statement lacks a name that another one made."""
     try:
         values = program.values()
-        program.function(plain=True)(*[x[0] if a.batched else x for a, x in zip(program.arguments, values, strict=True)])
+        with quiet():
+            program.function(plain=True)(*[x[0] if a.batched else x for a, x in zip(program.arguments, values, strict=True)])
     except NameError:
         return False
     except Exception:
