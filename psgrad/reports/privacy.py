@@ -38,8 +38,9 @@ def guarantee(step: dict[str, Any]) -> str:
         f"{promise}, after {count(step['steps'], 'step')}, for {step['unit']}; {RELATIONS[step['relation']]}; "
         f"{sampling_words(step)}; {'seeded, so that no guarantee holds against who knows the seed' if seeded(step) else 'no seed'}"
         f"{moved if step.get('moved') else ''}; "
-        f"{rounding_words(step)}; not covered: how long steps take and how much memory they need, and what the model's code keeps outside "
-        "of the model and the loss (global variables, files)"
+        f"{rounding_words(step)}; not covered: how long steps take and how much memory they need, "
+        f"{'' if step['mechanism'] == 'discrete_gaussian' else 'how kernels round one record beside others, '}"
+        "and what the model's code keeps outside of the model and the loss (global variables, files)"
     )
 
 
