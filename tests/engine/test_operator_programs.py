@@ -200,6 +200,13 @@ def test_second_derivative_of_sinc_at_zero() -> None:
     torch.testing.assert_close(grad(grad(torch.sinc))(torch.tensor(0.0, dtype=torch.float64)), torch.tensor(-(torch.pi**2) / 3).double())
 
 
+def test_xlog1py_derivatives_at_zero() -> None:
+    x, y = torch.tensor([0.0, 0.0, 0.3], dtype=torch.float64), torch.tensor([0.6, -1.0, 0.2], dtype=torch.float64)
+    leaves = [x.clone().requires_grad_(), y.clone().requires_grad_()]
+    loop = torch.autograd.grad(torch.special.xlog1py(*leaves).sum(), leaves)
+    torch.testing.assert_close(vmap(grad(torch.special.xlog1py, (0, 1)))(x, y), loop, equal_nan=True)
+
+
 def test_write_that_changes_how_a_value_lies_in_memory_then_view() -> None:
     def f(x: Tensor) -> Tensor:
         t = x.clone()

@@ -76,6 +76,11 @@ elementwise(aten.remainder.Tensor, x0=lambda out, x, y: lambda g: g, x1=lambda o
 elementwise(aten.maximum.default, x0=lambda out, x, y: lambda g: _share(g, x, y), x1=lambda out, x, y: lambda g: _share(g, y, x))
 elementwise(aten.minimum.default, x0=lambda out, x, y: lambda g: _share(g, y, x), x1=lambda out, x, y: lambda g: _share(g, x, y))
 elementwise(aten.xlogy.Tensor, x0=lambda out, x, y: lambda g: g * _log_where(x, y), x1=lambda out, x, y: lambda g: g * x / y)
+elementwise(  # PyTorch's tables write it with a branch on x == 0, whose derivative in x there is zero
+    aten.special_xlog1py.default,
+    x0=lambda out, x, y: lambda g: g * torch.where((x == 0) & (y <= -1), torch.zeros_like(y), torch.log1p(y)),
+    x1=lambda out, x, y: lambda g: g * x / (y + 1),
+)
 elementwise(aten.where.self, x1=lambda out, c, x, y: lambda g: _where0(c, g), x2=lambda out, c, x, y: lambda g: _where0(~c, g))
 elementwise(aten.clamp.default, x0=lambda out, x, low=None, high=None: lambda g: _where0(_inside(x, low, high), g))
 elementwise(aten.clamp_min.default, x0=lambda out, x, low: lambda g: _where0(_inside(x, low, None), g))
