@@ -166,7 +166,7 @@ class Writer:
         arguments = len(self.arguments)
         try:
             line = operator(self)
-        except (Skipped, ValueError, IndexError):  # the last two: an empty tensor
+        except (Skipped, ValueError, IndexError, RuntimeError):  # the others: of an empty tensor
             self._forget(arguments)
             return False
         name = line.target or f"t{sum(not s.writes for s in self.statements)}"
