@@ -341,6 +341,8 @@ def interpret(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], below: Leve
 
 def run(op: Op, *args: Any, **kwargs: Any) -> Any:
     """`op(*args, **kwargs)`, for rules: tracers are handed to their level at once, where nobody listens on the way through PyTorch."""
+    if positions := facts(op).contiguous:  # the plain tensors among the arguments go to the kernel from here
+        args = contiguous(positions, args)
     if torch._C._len_torch_dispatch_stack() or torch._C._is_any_autocast_enabled():
         return op(*args, **kwargs)
     level = top_level(args, kwargs)
