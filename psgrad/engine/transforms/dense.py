@@ -2,7 +2,7 @@
 
 Batching hands expanded tensors (stride 0) to kernels: a value that all samples share, the cotangent of a sum. Most kernels read by
 strides. Those listed here take the address of the first element and read on from there: with expanded or sliced memory they return wrong
-numbers, or read outside the tensor. `tests/engine/transforms/test_layouts.py` searches for them among all kernels.
+numbers, or read outside the tensor. `tests/engine/transforms/kernel_layouts.py` searches for them among all kernels.
 """
 
 from __future__ import annotations
