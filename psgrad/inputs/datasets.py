@@ -70,7 +70,7 @@ class DatasetSamples(Samples):
     def content(self, count: int | None = None) -> str:
         """The SHA-256 of the rows, each of which is read for it; or of the dataset's own `fingerprint`, a text, if it has one.
 
-        Raises DataError for a row that can't be read.
+        A row that can't be read counts as what is wrong with it: whoever comes to that row says so, and keeps the rows before it.
         """
         digest = hashlib.sha256(self.fingerprint.encode())
         own = getattr(self._dataset, "fingerprint", None)
@@ -78,7 +78,11 @@ class DatasetSamples(Samples):
             digest.update(own.encode())
             return digest.hexdigest()
         for row in range(len(self) if count is None else count):
-            inputs, target = self._tensors(row)
+            try:
+                inputs, target = self._tensors(row)
+            except DataError as error:
+                digest.update(f"{row} {error}".encode())
+                continue
             for tensor in (*inputs, *(() if target is None else (target,))):
                 digest.update(f"{row} {tensor.dtype} {list(tensor.shape)}".encode())
                 digest.update(tensor.contiguous().numpy().data)
@@ -189,7 +193,11 @@ class DatasetSamples(Samples):
         """Of what is cheap to look at: what was called, the length, the first and the last item, whom the rows belong to."""
         digest = hashlib.sha256(json.dumps([self._config.factory, self._config.kwargs, count], sort_keys=True, default=str).encode())
         for row in (0, count - 1):
-            inputs, target = self._tensors(row)
+            try:
+                inputs, target = self._tensors(row)
+            except DataError as error:
+                digest.update(f"{row} {error}".encode())
+                continue
             for tensor in (*inputs, *(() if target is None else (target,))):
                 digest.update(tensor.numpy().tobytes())
         if units is not None:

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from psgrad.reports.influence_plots import cumulative, draw_influence_plots, score_distributions, self_influence_against_loss
 from psgrad.reports.influence_sheets import PER_SIDE, query_sheet
 from psgrad.reports.influence_words import signed
-from psgrad.results import ALL_INDEX, SIGN, carriers, pairs_of
+from psgrad.results import ALL_INDEX, SIGN, carriers, pairs_of, shown_queries
 from tests.reports.influence_runs import UNIT, result
 
 
@@ -48,8 +48,9 @@ def test_a_sheet_has_the_strongest_of_either_sign_with_sign_and_unit(inputs: str
 
 def test_a_sheet_of_pictures_shows_each_pairs_own() -> None:
     found = result()
-    (axes,) = query_sheet(found, 0, "sheet").figure.axes
-    pairs = [pair for side in pairs_of(found.scores, 0, PER_SIDE) for pair in side.to_dict("records")]
+    query = shown_queries(found.queries, 1)[0]
+    (axes,) = query_sheet(found, query, "sheet").figure.axes
+    pairs = [pair for side in pairs_of(found.scores, query, PER_SIDE) for pair in side.to_dict("records")]
     _, *shown = axes.images  # the first one is the query's
     for image, pair in zip(shown, pairs, strict=True):
         expected = found.training_inputs[pair["train_index"]].image
@@ -76,7 +77,9 @@ def test_distributions_have_each_querys_strongest_on_its_row() -> None:
         finite = np.sort(values[np.isfinite(values)])
         expected += [(row, score) for score in [*finite[-10:], *finite[:10]]]
     assert sorted(_ticks(axes)) == sorted(expected)
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["(all)", *(f"test-{query:05d}" for query in range(6))]
+    shown = shown_queries(found.queries, 6)
+    assert list(found.shown) == shown
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["(all)", *(f"test-{query:05d}" for query in shown)]
     assert UNIT in axes.get_xlabel().replace("\n", " ")
     assert SIGN in axes.get_xlabel().replace("\n", " ")
     helping = np.nanmean(np.where(np.isnan(columns[1]), np.nan, columns[1] > 0))

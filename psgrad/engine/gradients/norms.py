@@ -55,7 +55,7 @@ def _materialised(terms: Sequence[Placed]) -> torch.Tensor:
     parts = []
     for block in blocks(terms[0].term.samples, size, terms[0].term.device):
         values = [placed.layout.apply(placed.term.at(block).materialise(), lead=1) for placed in terms]
-        parts.append(square_norm(torch.stack(values).sum(0)))
+        parts.append(square_norm(torch.stack([value.reshape(len(value), -1) for value in values]).sum(0)))  # axes of length 1 may differ
     return torch.cat(parts)
 
 

@@ -48,6 +48,12 @@ _USUAL_RANKS: dict[Op, dict[int, Container[int]]] = {
     aten.conv_transpose3d.input: {2: (1,)},
 }
 
+# Operators whose rules refuse by name what does not fit. A packed sequence's lengths are values, which zeros do not stand for.
+_RECURRENT = (aten.gru, aten.lstm, aten.rnn_tanh, aten.rnn_relu)
+_REFUSED_BY_RULES: frozenset[Op] = frozenset(
+    {aten.stft.default, *[getattr(packet, overload) for packet in _RECURRENT for overload in ("input", "data")]}
+)
+
 _MOST_SIGNATURES = 1 << 16
 _accepted: set[Any] = set()
 _never_asked: dict[int, Op] = {}  # by id, as hashing an operator takes long; the value keeps the id its own
@@ -83,8 +89,12 @@ def _shape(argument: Any) -> Any:
 
 
 def _is_asked(op: Op) -> bool:
-    """Whether the operator's shapes are looked at: PyTorch's own operators, but for draws and for what broadcasts element by element."""
-    return op.namespace == "aten" and torch.Tag.pointwise not in op.tags and not facts(op).is_random and op not in RANDOM_COMPOSITES
+    """Whether the operator's shapes are looked at: PyTorch's own operators, but for draws, for what broadcasts element by element, and for
+    what the rules refuse themselves.
+    """
+    if op.namespace != "aten" or torch.Tag.pointwise in op.tags or facts(op).is_random:
+        return False
+    return op not in RANDOM_COMPOSITES and op not in _REFUSED_BY_RULES
 
 
 def _ask(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -74,12 +74,19 @@ def _integers(draw: Drawer, given: Given) -> torch.Tensor:
 # Up to which power of two a type has all whole numbers.
 _BITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53, torch.bool: 1}
 
-_declare(lambda draw, given: draw.rand(*_as_asked(given)), aten.rand.default, aten.rand.generator, aten.rand_like.default)
+_declare(
+    lambda draw, given: draw.rand(*_as_asked(given)),
+    aten.rand.default,
+    aten.rand.generator,
+    aten.rand_like.default,
+    aten.rand_like.generator,
+)
 _declare(
     _normal,
     aten.randn.default,
     aten.randn.generator,
     aten.randn_like.default,
+    aten.randn_like.generator,
     aten.normal_.default,
     aten.normal_functional.default,
     aten.normal.float_float,
@@ -100,7 +107,10 @@ _declare(_log_normal, aten.log_normal_.default, aten.log_normal.default)
 _declare(_bernoulli, aten.bernoulli_.float, aten.bernoulli.p)
 for _packet in (aten.random_, aten.random):
     _declare(_integers, _packet.default, _packet.to, getattr(_packet, "from"))
-_declare(_integers, aten.randint.default, aten.randint.low, aten.randint_like.default, aten.randint_like.low_dtype)
+for _overload in ("default", "generator", "low", "low_generator"):
+    _declare(_integers, getattr(aten.randint, _overload))
+for _overload in ("default", "generator", "low_dtype", "low_generator_dtype"):
+    _declare(_integers, getattr(aten.randint_like, _overload))
 _declare(
     lambda draw, given: draw.permutation(given["n"], given["dtype"] or torch.int64, given["device"] or "cpu"),
     aten.randperm.default,
