@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from psgrad.config import Config
     from psgrad.errors import PsgradError
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 __all__ = [
     "Config",
