@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import os
 import time
 from collections import Counter
@@ -104,6 +105,60 @@ def test_vmap_outer_autograd_write_of_number_through_empty_view() -> None:
         return w.sum()
 
     torch.testing.assert_close(torch.autograd.grad(vmap(f)(V).sum(), p)[0], V[:, 1:].sum((0, 1)))
+
+
+@pytest.mark.parametrize("name", ["unsqueeze", "unsqueeze_", "two views"])
+def test_vmap_outer_autograd_write_into_whole_view_after_write_through_another(name: str) -> None:
+    """PyTorch takes a view for a leaf as long as nobody asks for its history, though its base was written to."""
+    p, v = P.clone().requires_grad_(), V[:, 0]
+
+    def f(v: Tensor) -> Tensor:
+        w = v.clone()
+        if name == "unsqueeze_":
+            w.unsqueeze_(0)
+        else:
+            w = w.unsqueeze(0) if name == "unsqueeze" else w.view(1, 4)
+        w[:1] *= p
+        return (w * w).sum()
+
+    found = torch.autograd.grad(vmap(f)(v).sum(), p)[0]
+    torch.testing.assert_close(found, (2 * p * v * v).sum(0).detach())
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_vmap_outer_autograd_ldexp_then_write(mapped: bool) -> None:
+    """PyTorch's ldexp keeps its result, not its argument."""
+    p = P.clone().requires_grad_()
+
+    def f(v: Tensor) -> Tensor:
+        w = v.clone()
+        out = torch.ldexp(w, p)
+        w += 1
+        return out.sum()
+
+    out = vmap(f)(V).sum() if mapped else sum(f(v) for v in V)
+    torch.testing.assert_close(torch.autograd.grad(out, p)[0], (V * 2**P * math.log(2)).sum((0, 1)))
+
+
+@pytest.mark.parametrize("distance", [math.inf, -math.inf, math.nan, 1e300, 0.6, -0.2, 0.0])
+def test_huber_loss_gradient_far_from_target(distance: float) -> None:
+    x, y = torch.tensor([distance], dtype=torch.float64, requires_grad=True), torch.zeros(1, dtype=torch.float64)
+    (expected,) = torch.autograd.grad(F.huber_loss(x, y, delta=0.6), x)
+    found = vmap(grad(lambda x: F.huber_loss(x, y[0], delta=0.6)))(x.detach())
+    torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["elu", "selu", "celu", "softplus"])
+def test_activation_second_derivative_large_argument(name: str, dtype: torch.dtype) -> None:
+    """Where the exponential of the argument is infinite, too. float32: from 89 on."""
+    f = getattr(F, name)
+    xs = torch.tensor([-1e30, -100.0, -0.3, 0.0, 0.4, 19.0, 100.0, 1e4, 1e30], dtype=dtype, requires_grad=True)
+    (first,) = torch.autograd.grad(f(xs).sum(), xs, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), xs)
+    torch.testing.assert_close(vmap(grad(f))(xs.detach()), first.detach())
+    torch.testing.assert_close(vmap(grad(grad(f)))(xs.detach()), second)
+    torch.testing.assert_close(vmap(lambda x: jvp(grad(f), (x,), (torch.ones_like(x),))[1])(xs.detach()), second)
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (1, 3, 4), (1, 1, 3, 4)])

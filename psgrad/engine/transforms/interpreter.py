@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from psgrad.engine.transforms import autocast, diagnostics
 from psgrad.engine.transforms.dense import contiguous
-from psgrad.engine.transforms.operators import RANDOM_COMPOSITES, Op, facts, is_random
+from psgrad.engine.transforms.operators import RANDOM_COMPOSITES, Op, facts, is_random, written_by
 from psgrad.engine.transforms.shapes import refuse_shapes
 from psgrad.errors import TransformError
 
@@ -267,6 +267,9 @@ class Attached(TorchDispatchMode):
                 with Attached():
                     return written(*args, **kwargs)
         with _without_modes_of_ours(), torch._C._ForceDispatchKeyGuard(*state.outside):
+            for target in written_by(op, args, kwargs):
+                # PyTorch takes a view for a leaf, and refuses the write, until it is asked for what was written through other views.
+                _ = target.grad_fn
             return op(*args, **kwargs)
 
 

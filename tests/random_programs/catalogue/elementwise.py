@@ -34,7 +34,7 @@ torch.linalg.vector_norm({x}, 3, {d}) | torch.linalg.vector_norm({x}, float('inf
 {x}.cumsum({d}) | {x}.cumprod({d}) | {x}.tanh().logcumsumexp({d}) | {x}.cummax({d}).values | {x}.sort({d}).values | {x}.topk(1, {d}).values | {x}.median({d}).values
 {x}.kthvalue(1, {d}).values | {x}.sum({d}, keepdim=True) | {x}.amax({d}, keepdim=True) | {x}.nansum({d}) | {x}.flip({d}) | {x}.roll(1, {d}) | {x}.cummin({d})[0]
 F.normalize({x}, dim={d}) | F.glu(torch.cat([{x}, {x}], {d}), {d}) | {x}.diff(dim={d}) | {x}.repeat_interleave(2, {d}) | {x}.renorm(2, {d}, 1.0)
-torch.trapezoid({x}, dim={d}) | {x}.aminmax(dim={d})[0] | {x}.nanmean({d}) | {x}.quantile(0.4, {d}) | {x}.argsort({d}) * {x} | {x}.cumulative_trapezoid(dim={d})
+torch.trapezoid({x}, dim={d}) | {x}.aminmax(dim={d})[0] | {x}.nanmean({d}) | {x}.quantile(0.4, {d}) | {x}.argsort({d}) * {x} | torch.cumulative_trapezoid({x}, dim={d})
 """
 WHOLE = """
 {x}.sum() | {x}.mean() | {x}.prod() | {x}.max() | {x}.min() | {x}.var() | {x}.std(correction=0) | {x}.norm() | {x}.median() | {x}.logsumexp(0)

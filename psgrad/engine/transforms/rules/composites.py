@@ -36,6 +36,11 @@ def _layer_norm(
     return run(aten.native_layer_norm.default, x, shape, weight, bias, eps)[0]  # type: ignore[no-any-return]
 
 
+@replace(aten.celu.default)
+def _celu(x: torch.Tensor, alpha: Any = 1.0) -> torch.Tensor:
+    return run(aten.elu.default, x, alpha, 1.0, 1.0 / alpha)  # type: ignore[no-any-return]
+
+
 @replace(aten.max_pool2d.default)
 def _max_pool2d(x: torch.Tensor, *args: Any) -> torch.Tensor:
     return run(aten.max_pool2d_with_indices.default, x, *args)[0]  # type: ignore[no-any-return]

@@ -36,6 +36,11 @@ elementwise(
     ),
 )
 elementwise(
+    aten.ldexp.Tensor,
+    x0=lambda out, x, y: lambda g: g * 2**y,
+    x1=lambda out, x, y: lambda g: g * out * math.log(2),
+)
+elementwise(
     aten.addcmul.default,
     x0=lambda out, a, x, y, value=1: lambda g: g,
     x1=lambda out, a, x, y, value=1: lambda g: _scale(g * conj(y), value),
@@ -330,6 +335,28 @@ def _gelu_backward_batch(batch: Any, op: Any, g: torch.Tensor, x: torch.Tensor, 
     return op(*torch.broadcast_tensors(batch.aligned(g, rank), batch.aligned(x, rank)), **kwargs)
 
 
+def _elu_second(g: torch.Tensor, alpha: Any, scale: Any, input_scale: Any, is_result: bool, x: torch.Tensor) -> torch.Tensor:
+    """The derivative of elu_backward in x: zero above zero, where the exponential of PyTorch's table is infinite."""
+    below = g * input_scale
+    return _where0(x < 0, below if is_result else run(aten.elu_backward.default, below, alpha, scale, input_scale, False, x))
+
+
+def _softplus_second(g: torch.Tensor, x: torch.Tensor, beta: Any, threshold: Any) -> torch.Tensor:
+    """The derivative of softplus_backward in x: zero from the threshold on, where the exponential of PyTorch's table may be infinite."""
+    wide = x * beta
+    return _where0(wide < threshold, run(aten.sigmoid_backward.default, g, torch.sigmoid(wide)) * beta)
+
+
+elementwise(
+    aten.elu_backward.default,
+    x0=lambda out, g, *rest: lambda h: run(aten.elu_backward.default, h, *rest),
+    x5=lambda out, g, *rest: lambda h: _elu_second(h * g, *rest),
+)
+elementwise(
+    aten.softplus_backward.default,
+    x0=lambda out, g, *rest: lambda h: run(aten.softplus_backward.default, h, *rest),
+    x1=lambda out, g, *rest: lambda h: _softplus_second(h * g, *rest),
+)
 define(aten.gelu_backward.default, batch=_gelu_backward_batch)
 for _op in (
     aten.silu_backward.default,
@@ -337,9 +364,7 @@ for _op in (
     aten.hardswish_backward.default,
     aten.hardsigmoid_backward.default,
     aten.hardtanh_backward.default,
-    aten.elu_backward.default,
     aten.leaky_relu_backward.default,
-    aten.softplus_backward.default,
     aten.logit_backward.default,
 ):
     define(_op, batch=elementwise_batch)

@@ -197,7 +197,9 @@ def _mse_loss(x: torch.Tensor, y: torch.Tensor, reduction: int = 1) -> torch.Ten
 @replace(aten.huber_loss.default)
 def _huber_loss(x: torch.Tensor, y: torch.Tensor, reduction: int = 1, delta: float = 1.0) -> torch.Tensor:
     distance = (x - y).abs()
-    return reduced(torch.where(distance < delta, 0.5 * distance * distance, delta * (distance - 0.5 * delta)), reduction)
+    is_far = distance >= delta
+    near = torch.where(is_far, 0, distance)  # an infinite distance must not meet the cotangent of zero on this side
+    return reduced(torch.where(is_far, delta * (distance - 0.5 * delta), 0.5 * near * near), reduction)
 
 
 @replace(aten.smooth_l1_loss.default)
