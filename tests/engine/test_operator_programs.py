@@ -161,6 +161,55 @@ def test_activation_second_derivative_large_argument(name: str, dtype: torch.dty
     torch.testing.assert_close(vmap(lambda x: jvp(grad(f), (x,), (torch.ones_like(x),))[1])(xs.detach()), second)
 
 
+@pytest.mark.parametrize("shapes", [((0,), (2, 0)), ((0,), (0, 3)), ((4, 0), (0,)), ((0,), (2, 0, 3))])
+def test_vmap_product_with_vector_of_nothing(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    a, b = (torch.zeros(2, *shape) for shape in shapes)
+    product = F.linear if shapes[1] == (2, 0) else torch.matmul
+    assert torch.equal(vmap(product)(a, b), torch.stack([product(*pair) for pair in zip(a, b, strict=True)]))
+
+
+WRITES_INTO_OTHER_DTYPE = {
+    "select_scatter": lambda v, p: v.select_scatter(p, 0, 1),
+    "slice_scatter": lambda v, p: v.slice_scatter(p[None], 0, 1, 2),
+    "diagonal_scatter": lambda v, p: v.diagonal_scatter(p),
+}
+
+
+@pytest.mark.parametrize("name", WRITES_INTO_OTHER_DTYPE)
+def test_scatter_of_wider_dtype_derivatives(name: str) -> None:
+    """The tangent has the result's dtype, the cotangent that of what is written."""
+    f, half = WRITES_INTO_OTHER_DTYPE[name], V.float()
+    ps = P.expand(3, 4)
+    tangents = vmap(lambda v, p: jvp(lambda p: f(v, p), (p,), (p,))[1])(half, ps)
+    assert tangents.dtype == torch.float32
+    cotangents = vmap(grad(lambda p, v: f(v, p).sum().double()))(ps, half)
+    assert cotangents.dtype == torch.float64
+    assert torch.equal(cotangents, torch.ones_like(ps))
+
+
+def test_vmap_index_of_own_places_contiguous_as_one_sample() -> None:
+    """`as_strided` and `view` go by the strides, which one sample's result has."""
+    places = torch.tensor([[0, 3], [1, 1], [2, 0]])
+
+    def f(v: Tensor, i: Tensor) -> tuple[Tensor, Tensor]:
+        x = v[..., i]
+        return x.as_strided((4, 2), (2, 1)), x.view(2, 4)
+
+    found = vmap(f, in_dims=(None, 0))(V[0], places)
+    for x, expected in zip(found, zip(*[f(V[0], i) for i in places], strict=True), strict=True):
+        assert torch.equal(x, torch.stack(expected))
+
+
+@pytest.mark.parametrize("function", [torch.fmod, torch.remainder])
+def test_remainder_outer_autograd_of_gradient_divisor_nan_or_zero(function: Any) -> None:
+    """What is rounded is constant, whatever the quotient."""
+    x = torch.tensor([1.3, -2.2, math.nan, 0.7], dtype=torch.float64, requires_grad=True)
+    y = torch.tensor([math.nan, 0.0, 2.0, 0.5], dtype=torch.float64)
+    found = vmap(grad(function, 1))(x, y)
+    (second,) = torch.autograd.grad((found.nan_to_num(0, 0, 0) * x.detach()).sum() + x.sum(), x)
+    assert torch.equal(second, torch.ones_like(x))
+
+
 @pytest.mark.parametrize("shape", [(3, 4), (1, 3, 4), (1, 1, 3, 4)])
 def test_vmap_outer_autograd_attention_then_write(shape: tuple[int, ...]) -> None:
     """The kernel of four axes, which the samples of fewer axes share, keeps its result."""

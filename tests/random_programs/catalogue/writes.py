@@ -113,7 +113,14 @@ def _matrix(w: Writer) -> Line:
     x = w.target(lambda t: t.dim() == 2)
     rows, columns = w.shape(x)
     a, b, v, u = w.other((rows, 2)), w.other((2, columns)), w.other((rows,)), w.other((columns,))
-    ways = [f"{x}.addmm_({a}, {b})", f"{x}.addr_({v}, {u})", f"{x}.tril_()", f"{x}.fill_diagonal_(0.5)", f"{x}.diagonal().copy_({v}[:1])"]
+    # clones: PyTorch's product reads what it has written already where they share memory
+    ways = [
+        f"{x}.addmm_({a}.clone(), {b}.clone())",
+        f"{x}.addr_({v}.clone(), {u}.clone())",
+        f"{x}.tril_()",
+        f"{x}.fill_diagonal_(0.5)",
+        f"{x}.diagonal().copy_({v}[:1])",
+    ]
     ways += [f"{x}.t().add_({u}[:, None])", f"{x}.mT.copy_({x}.clone().mT * 2)", f"{x}.view(-1).mul_(0.5)", f"{x}.t_()", f"{x}.triu_()"]
     return Line(w.random.choice(ways), target=x)
 

@@ -75,8 +75,11 @@ elementwise(
 )
 elementwise(aten.fmod.Scalar, x0=lambda out, x, y: lambda g: g)
 elementwise(aten.remainder.Scalar, x0=lambda out, x, y: lambda g: g)
-elementwise(aten.fmod.Tensor, x0=lambda out, x, y: lambda g: g, x1=lambda out, x, y: lambda g: -g * torch.trunc(x / y))
-elementwise(aten.remainder.Tensor, x0=lambda out, x, y: lambda g: g, x1=lambda out, x, y: lambda g: -g * torch.floor(x / y))
+# The rounded quotient, not the quotient, rounded: its derivatives of zero must not meet a divisor of zero or NaN.
+elementwise(aten.fmod.Tensor, x0=lambda out, x, y: lambda g: g, x1=lambda out, x, y: lambda g: -g * torch.div(x, y, rounding_mode="trunc"))
+elementwise(
+    aten.remainder.Tensor, x0=lambda out, x, y: lambda g: g, x1=lambda out, x, y: lambda g: -g * torch.div(x, y, rounding_mode="floor")
+)
 # At a tie the maximum of two equal numbers gives each half of the cotangent, as PyTorch does.
 elementwise(aten.maximum.default, x0=lambda out, x, y: lambda g: _share(g, x, y), x1=lambda out, x, y: lambda g: _share(g, y, x))
 elementwise(aten.minimum.default, x0=lambda out, x, y: lambda g: _share(g, y, x), x1=lambda out, x, y: lambda g: _share(g, x, y))

@@ -245,7 +245,8 @@ def _index_batch(batch: Any, op: Op, x: torch.Tensor, indices: Sequence[Any]) ->
         # logical result: leading sliced axes, then the index axes; physical: sample and index axes in front, then the sliced ones
         lead = next(i for i, index in enumerate(indices) if index is not None)
         rank = max(i.dim() for i in indices if i is not None)
-        return out.movedim(list(range(1, 1 + rank)), list(range(1 + lead, 1 + lead + rank)))
+        moved = out.movedim(list(range(1, 1 + rank)), list(range(1 + lead, 1 + lead + rank)))
+        return moved.contiguous()  # as PyTorch lays out one sample's: `view` and `as_strided` go by it
     return out
 
 

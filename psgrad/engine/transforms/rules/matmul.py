@@ -178,13 +178,13 @@ def _matmul_batch(batch: Any, op: Op, a: torch.Tensor, b: torch.Tensor) -> torch
     if b.dim() == 1:
         if not batch.is_mapped(b):
             return op(batch.physical(a), b)
-        return op(batch.aligned(a, max(a.dim(), 2)), batch.raw(b).reshape(-1, *(1,) * (a.dim() - 2), b.shape[0], 1)).squeeze(-1)
+        return op(batch.aligned(a, max(a.dim(), 2)), batch.raw(b).reshape(batch.size, *(1,) * (a.dim() - 2), b.shape[0], 1)).squeeze(-1)
     if a.dim() == 1:
         if not batch.is_mapped(a):
             return op(a, batch.physical(b))
         if not batch.is_mapped(b) and b.dim() == 2:
             return op(batch.raw(a), b)
-        return op(batch.raw(a).reshape(-1, *(1,) * (b.dim() - 2), 1, a.shape[0]), batch.raw(b)).squeeze(-2)
+        return op(batch.raw(a).reshape(batch.size, *(1,) * (b.dim() - 2), 1, a.shape[0]), batch.raw(b)).squeeze(-2)
     if not batch.is_mapped(a) and b.dim() == 2 and a.dim() == 2:
         return op(a, batch.physical(b))
     if batch.is_mapped(a) and batch.is_mapped(b) and a.dim() == 2 and b.dim() == 2:

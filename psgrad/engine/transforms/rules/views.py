@@ -11,7 +11,7 @@ import torch
 
 from psgrad.engine.transforms.interpreter import run
 from psgrad.engine.transforms.rules.complex import write_part
-from psgrad.engine.transforms.rules.families import aten, leading, shifted, sum_to, wrap_dim
+from psgrad.engine.transforms.rules.families import aten, cast, leading, shifted, sum_to, wrap_dim
 from psgrad.engine.transforms.rules.registry import Op, define
 
 # -- shape --------------------------------------------------------------------------------------------------------------------
@@ -252,13 +252,23 @@ def _scatter_batch(batch: Any, op: Op, x: torch.Tensor, source: torch.Tensor, di
     return op(batch.physical(x), batch.physical(source), wrap_dim(dim, x.dim()) + 1, *args, **kwargs)
 
 
+def _scattered_back(view: Op) -> Callable[..., Any]:
+    """The cotangent of what is written into a view, which may have another dtype than the tensor has."""
+
+    def made(out: torch.Tensor, x: torch.Tensor, source: torch.Tensor, *where: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+        dtype = source.dtype
+        return lambda g: cast(view(g, *where), dtype)
+
+    return made
+
+
 define(
     aten.select_scatter.default,
     vjp={
         0: lambda out, x, source, dim, index: (
             lambda g: aten.select_scatter.default(g, torch.zeros_like(aten.select.int(g, dim, index)), dim, index)
         ),
-        1: lambda out, x, source, dim, index: lambda g: aten.select.int(g, dim, index),
+        1: _scattered_back(aten.select.int),
     },
     batch=_scatter_batch,
 )
@@ -266,7 +276,7 @@ define(
     aten.slice_scatter.default,
     vjp={
         0: lambda out, x, source, *where: lambda g: aten.slice_scatter.default(g, torch.zeros_like(aten.slice.Tensor(g, *where)), *where),
-        1: lambda out, x, source, *where: lambda g: aten.slice.Tensor(g, *where),
+        1: _scattered_back(aten.slice.Tensor),
     },
     batch=_scatter_batch,
 )
@@ -276,7 +286,7 @@ define(
         0: lambda out, x, source, *where: (
             lambda g: aten.diagonal_scatter.default(g, torch.zeros_like(aten.diagonal.default(g, *where)), *where)
         ),
-        1: lambda out, x, source, *where: lambda g: aten.diagonal.default(g, *where),
+        1: _scattered_back(aten.diagonal.default),
     },
     batch=lambda batch, op, x, source, offset=0, dim1=0, dim2=1: op(
         batch.physical(x), batch.physical(source), offset, wrap_dim(dim1, x.dim()) + 1, wrap_dim(dim2, x.dim()) + 1
