@@ -200,6 +200,13 @@ def test_vmap_index_of_own_places_contiguous_as_one_sample() -> None:
         assert torch.equal(x, torch.stack(expected))
 
 
+@pytest.mark.parametrize("dim", [None, 0])
+def test_std_of_equal_numbers_forward_mode_as_reverse(dim: int | None) -> None:
+    x = torch.full((3,), 0.8, dtype=torch.float64)
+    tangents = vmap(lambda x: jvp(lambda x: x.std(dim, correction=0), (x,), (P[:3],))[1])(x.expand(2, 3))
+    assert torch.equal(tangents, torch.zeros(2, dtype=torch.float64))
+
+
 @pytest.mark.parametrize("function", [torch.fmod, torch.remainder])
 def test_remainder_outer_autograd_of_gradient_divisor_nan_or_zero(function: Any) -> None:
     """What is rounded is constant, whatever the quotient."""

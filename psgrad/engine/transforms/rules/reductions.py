@@ -294,7 +294,8 @@ def _var_back(out: torch.Tensor, x: torch.Tensor, dims: Any = None, *, correctio
 
 def _std_back(out: torch.Tensor, x: torch.Tensor, dims: Any = None, *, correction: Any = 1, keepdim: bool = False) -> Any:
     variance = _var_back(out, x, dims, correction=correction, keepdim=keepdim)
-    return lambda g: variance(torch.where(out == 0, torch.zeros_like(g), g / (2 * out)))
+    divisor = torch.where(out == 0, torch.ones_like(out), 2 * out)  # forward mode is the transpose, and would divide zero by zero
+    return lambda g: variance(torch.where(out == 0, torch.zeros_like(g), g / divisor))
 
 
 def _var_mean_back(out: Any, x: torch.Tensor, dims: Any = None, *, correction: Any = 1, keepdim: bool = False) -> Any:
