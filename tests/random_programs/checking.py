@@ -64,7 +64,8 @@ class Outcome:
 # What PyTorch's autograd can't do, and we may.
 _LIMITS_OF_AUTOGRAD = re.compile(
     r"modified by an inplace operation|its base or another view of its base has been modified"
-    r"|is a view and is being modified inplace|is being modified inplace with grad mode enabled|derivative for .* is not implemented|not implemented for"
+    r"|is a view and is being modified inplace|is being modified inplace with grad mode enabled"
+    r"|derivative for .* is not implemented|not implemented for"
     r"|does not support|backward\(\) of|trying to backward|not differentiable|doesn't support|leaf variable|leaf Variable"
     r"|the derivative .* is not implemented|must be contiguous|single memory location"
 )
