@@ -377,3 +377,17 @@ def test_random_programs_checker_notices_planted_error(monkeypatch: pytest.Monke
     assert check(program) == Outcome("equal")
     planted(monkeypatch, name)
     assert check(program).failed
+
+
+@pytest.mark.parametrize("mode", ["vmap(grad)", "per sample"])
+def test_random_programs_checker_notices_planted_error_beside_large_number(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    arguments = (
+        Argument("a0", (2,), "torch.randn({shape}, dtype=torch.float64)", batched=True, seed=1),
+        Argument("a1", (2,), "torch.randn({shape}, dtype=torch.float64)", differentiated=True, seed=2),
+        Argument("a2", (2,), "torch.full({shape}, 1e30)", batched=True, seed=3),
+    )
+    lines = (Statement("t0 = (a0 * a1).tanh().cumprod(0)", "t0"), Statement("t1 = a0 * a2", "t1"))
+    program = Program(arguments, lines, ("t0",), 3, torch.float64, mode, extreme=True)
+    assert check(program) == Outcome("equal")
+    planted(monkeypatch, "tanh off by 0.1 %")
+    assert check(program).failed
