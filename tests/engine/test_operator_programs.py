@@ -200,6 +200,20 @@ def test_vmap_index_of_own_places_contiguous_as_one_sample() -> None:
         assert torch.equal(x, torch.stack(expected))
 
 
+def test_vmap_jvp_outer_autograd_write_under_no_grad_tangent_made_inside() -> None:
+    """The second derivative of x * x * x: what is clamped under no_grad stays as it is, for the caller's autograd too."""
+    x = P.clone().requires_grad_()
+
+    def f(x: Tensor) -> Tensor:
+        v = x.square()
+        with torch.no_grad():
+            v.clamp_(min=1e-6)
+        return (v * x).sum()
+
+    out = vmap(lambda x, y: jvp(f, (x,), (torch.ones(4, dtype=torch.float64),))[1] + 0 * y, (None, 0))(x, P[:2])
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), x)[0], 12 * P)
+
+
 @pytest.mark.parametrize("dim", [None, 0])
 def test_std_of_equal_numbers_forward_mode_as_reverse(dim: int | None) -> None:
     x = torch.full((3,), 0.8, dtype=torch.float64)

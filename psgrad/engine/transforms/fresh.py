@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from psgrad.engine.transforms.interpreter import Tracer, interpret, map_tracers, strides_of, tensors_in
+from psgrad.engine.transforms.interpreter import Tracer, interpret, map_tracers, rewritten, strides_of, tensors_in
 from psgrad.engine.transforms.operators import Op, facts, functional_variant, is_random, refuse_mutation, reshape_tracer, reshapes_in_place
 from psgrad.engine.transforms.rules.registry import batching_rule, decompose, taken_apart
 
@@ -71,6 +71,10 @@ class FreshTracer(Tracer):
 
     def below(self) -> torch.Tensor:
         return self.content()
+
+    def rewritten(self, new: Any) -> Any:
+        found = rewritten(self.content(), self.level.content(new))
+        return found if self.level.owns(found) else FreshTracer(found, self.level)
 
 
 def _repeated(plain: torch.Tensor, size: int) -> torch.Tensor:
