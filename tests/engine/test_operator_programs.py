@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -330,6 +331,59 @@ def test_xlog1py_derivatives_at_zero() -> None:
     leaves = [x.clone().requires_grad_(), y.clone().requires_grad_()]
     loop = torch.autograd.grad(torch.special.xlog1py(*leaves).sum(), leaves)
     torch.testing.assert_close(vmap(grad(torch.special.xlog1py, (0, 1)))(x, y), loop, equal_nan=True)
+
+
+def by_loop(f: Callable[..., Tensor], *args: Tensor) -> tuple[Tensor, ...]:
+    """The gradients of a function of samples, in all arguments, one sample after the other."""
+    leaves = [x.clone().requires_grad_() for x in args]
+    return torch.autograd.grad([f(*[x[i] for x in leaves]) for i in range(len(args[0]))], leaves)
+
+
+def test_hypot_derivative_at_origin_is_nan() -> None:
+    x, y = torch.tensor([0.0, 0.0, 3.0]), torch.tensor([0.0, -2.0, 4.0])
+    assert by_loop(torch.hypot, x, y)[0].isnan().tolist() == [True, False, False]
+    torch.testing.assert_close(vmap(grad(torch.hypot, (0, 1)))(x, y), by_loop(torch.hypot, x, y), equal_nan=True)
+
+
+@pytest.mark.parametrize("f", [torch.xlogy, torch.special.xlog1py])
+def test_xlogy_cotangent_of_zero_meets_infinity(f: Any) -> None:
+    x, y = torch.tensor([0.7, 0.0, -0.3]), torch.tensor([torch.inf, torch.inf, 2.0])
+    weighted = lambda x, y: (f(x, y) * torch.tensor([0.0, 1.0])).sum()
+    torch.testing.assert_close(vmap(grad(weighted, (0, 1)))(x, y), by_loop(weighted, x, y), equal_nan=True)
+
+
+BAGS_WITH_NAN = {
+    "first": [torch.nan, 1.0, 2.0, torch.nan],
+    "later": [1.0, torch.nan, torch.nan, 0.5],
+    "behind the lowest": [-torch.inf, torch.nan, -torch.inf, torch.nan],
+    "behind padding": [torch.nan, torch.nan, 3.0, 4.0],
+    "all": [torch.nan] * 4,
+}
+
+
+@pytest.mark.parametrize("padding", [None, 0])
+@pytest.mark.parametrize("bags", [[0], [0, 1, 1, 3]])
+@pytest.mark.parametrize("name", BAGS_WITH_NAN)
+def test_embedding_bag_max_with_nan(name: str, bags: list[int], padding: int | None) -> None:
+    weight = torch.tensor([BAGS_WITH_NAN[name], BAGS_WITH_NAN[name][::-1]])[..., None] * torch.tensor([1.0, -1.0])
+    index = torch.arange(4)
+    f = lambda w: F.embedding_bag(index, w, torch.tensor(bags), mode="max", padding_idx=padding)
+    torch.testing.assert_close(vmap(f)(weight), torch.stack([f(w) for w in weight]), equal_nan=True)
+    loss = lambda w: (f(w) * torch.linspace(0.5, 1.5, f(w).numel()).reshape(f(w).shape)).sum()
+    torch.testing.assert_close(vmap(grad(loss))(weight), by_loop(loss, weight)[0], equal_nan=True)
+
+
+def test_group_norm_second_derivative_bfloat16() -> None:
+    """Of groups of two values the result hardly depends on the values, so that the rounding of their mean and deviation would prevail."""
+    x = torch.tensor([[[0.5, 0.7, -0.3, 1.1]], [[0.2, -0.9, 0.4, 0.6]]], dtype=torch.bfloat16)
+    weight, bias = torch.tensor([0.4, -1.3, 0.8, 0.2], dtype=torch.bfloat16), torch.tensor([2.0, 1.0, 0.0, -1.0], dtype=torch.bfloat16)
+
+    def second(x: Tensor) -> Tensor:
+        f = lambda x: (F.group_norm(x, 2, weight.to(x.dtype), bias.to(x.dtype)) * torch.tensor([0.5, 0.8, 1.2, 1.5], dtype=x.dtype)).sum()
+        return vmap(grad(lambda x: grad(f)(x).sum()))(x)
+
+    exact = second(x.double())
+    torch.testing.assert_close(second(x).double(), exact, rtol=0.05, atol=float(exact.abs().max()) * 0.02)
 
 
 def test_write_that_changes_how_a_value_lies_in_memory_then_view() -> None:

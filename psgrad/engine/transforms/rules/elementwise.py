@@ -70,8 +70,8 @@ elementwise(
 )
 elementwise(
     aten.hypot.default,
-    x0=lambda out, x, y: lambda g: g * torch.where(out == 0, torch.zeros_like(out), x / out),
-    x1=lambda out, x, y: lambda g: g * torch.where(out == 0, torch.zeros_like(out), y / out),
+    x0=lambda out, x, y: lambda g: g * (x / out),  # at the origin, where there is no derivative, NaN, as PyTorch's
+    x1=lambda out, x, y: lambda g: g * (y / out),
 )
 elementwise(aten.fmod.Scalar, x0=lambda out, x, y: lambda g: g)
 elementwise(aten.remainder.Scalar, x0=lambda out, x, y: lambda g: g)
@@ -83,10 +83,15 @@ elementwise(
 # At a tie the maximum of two equal numbers gives each half of the cotangent, as PyTorch does.
 elementwise(aten.maximum.default, x0=lambda out, x, y: lambda g: _share(g, x, y), x1=lambda out, x, y: lambda g: _share(g, y, x))
 elementwise(aten.minimum.default, x0=lambda out, x, y: lambda g: _share(g, y, x), x1=lambda out, x, y: lambda g: _share(g, x, y))
-elementwise(aten.xlogy.Tensor, x0=lambda out, x, y: lambda g: g * _log_where(x, y), x1=lambda out, x, y: lambda g: g * x / y)
-elementwise(  # PyTorch's tables write it with a branch on x == 0, whose derivative in x there is zero
+# PyTorch's tables write both with a branch on x == 0, whose derivative in x there is zero. A cotangent of zero stays zero.
+elementwise(
+    aten.xlogy.Tensor,
+    x0=lambda out, x, y: lambda g: _where0(~((x == 0) & (y <= 0)), torch.xlogy(g, y)),
+    x1=lambda out, x, y: lambda g: g * x / y,
+)
+elementwise(
     aten.special_xlog1py.default,
-    x0=lambda out, x, y: lambda g: g * torch.where((x == 0) & (y <= -1), torch.zeros_like(y), torch.log1p(y)),
+    x0=lambda out, x, y: lambda g: _where0(~((x == 0) & (y <= -1)), torch.special.xlog1py(g, y)),
     x1=lambda out, x, y: lambda g: g * x / (y + 1),
 )
 elementwise(aten.where.self, x1=lambda out, c, x, y: lambda g: _where0(c, g), x2=lambda out, c, x, y: lambda g: _where0(~c, g))
@@ -174,10 +179,6 @@ def _pow_exponent(g: torch.Tensor, out: torch.Tensor, base: Any, x: torch.Tensor
 def _share(g: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """All of it where x > y or one of them is nan, one half where they are equal, else nothing."""
     return _where0(~(x < y), torch.where(x == y, g / 2, g))
-
-
-def _log_where(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return torch.where((x == 0) & (y <= 0), torch.zeros_like(y), torch.log(y))
 
 
 def _where0(condition: torch.Tensor, g: torch.Tensor) -> torch.Tensor:

@@ -65,16 +65,26 @@ def _embedding_renorm(weight: torch.Tensor, index: torch.Tensor, max_norm: float
 
 
 def _largest(rows: torch.Tensor, bag: torch.Tensor, counted: torch.Tensor, bags: int) -> torch.Tensor:
-    """For each bag and feature the largest value, whose cotangent goes to the first position that holds it; zero in an empty bag."""
+    """For each bag and feature the largest value, whose cotangent goes to the first position that holds it; zero in an empty bag.
+
+    NaN counts as PyTorch's kernel has it, which goes through a bag and takes what is greater than all before: NaN at the first position is
+    the result, elsewhere it is passed over.
+    """
     positions, features = rows.shape
     if not positions:
         return torch.zeros(bags, features, dtype=rows.dtype, device=rows.device)
+    order = torch.arange(positions, device=rows.device)
+    begins = order == _earliest(torch.where(counted, order, positions), bag, bags).gather(0, bag)
     where, counted = bag.unsqueeze(1).expand(positions, features), counted.unsqueeze(1)
     values = torch.where(counted, rows.detach(), -torch.inf)
+    values = torch.where(values.isnan(), torch.where(begins, torch.inf, -torch.inf).to(rows.dtype).unsqueeze(1), values)
     lowest = torch.full((bags, features), -torch.inf, dtype=rows.dtype, device=rows.device)
     largest = lowest.scatter_reduce(0, where, values, "amax").gather(0, where)
-    holds = ((values == largest) | values.isnan()) & counted
-    order = torch.where(holds, torch.arange(positions, device=rows.device).unsqueeze(1), positions)
-    none = torch.full((bags, features), positions, dtype=order.dtype, device=rows.device)
-    first = none.scatter_reduce(0, where, order, "amin")
+    first = _earliest(torch.where((values == largest) & counted, order.unsqueeze(1), positions), where, bags)
     return torch.where(first < positions, rows.gather(0, first.clamp(max=positions - 1)), 0)
+
+
+def _earliest(order: torch.Tensor, bag: torch.Tensor, bags: int) -> torch.Tensor:
+    """For each bag the smallest of its entries of `order` along axis 0; the number of positions in an empty bag."""
+    none = torch.full((bags, *order.shape[1:]), order.shape[0], dtype=order.dtype, device=order.device)
+    return none.scatter_reduce(0, bag, order, "amin")

@@ -140,6 +140,14 @@ def _group_norm_back(out: Any, x: torch.Tensor, weight: Any, bias: Any, b: int, 
     return back
 
 
+def _group_norm_of_halves(x: torch.Tensor, weight: Any, bias: Any, *sizes: Any) -> Any:
+    """In single precision: the kernel rounds its means and deviations to the type of `x`, which second derivatives magnify."""
+    if x.dtype not in (torch.float16, torch.bfloat16):
+        return None
+    wide = [None if t is None else cast(t, torch.float32) for t in (x, weight, bias)]
+    return tuple(cast(t, x.dtype) for t in aten.native_group_norm.default(*wide, *sizes))
+
+
 def _group_norm_batch(batch: Any, op: Op, x: torch.Tensor, weight: Any, bias: Any, b: int, *sizes: Any) -> Any:
     mapped = batch.is_mapped(weight) or batch.is_mapped(bias)
     out, mean, rstd = batch.unfold(op(batch.fold(x), None if mapped else weight, None if mapped else bias, b * batch.size, *sizes))
@@ -154,6 +162,7 @@ def _group_norm_batch(batch: Any, op: Op, x: torch.Tensor, weight: Any, bias: An
 define(
     aten.native_group_norm.default,
     vjp=JointVJP(_group_norm_back),
+    instead=lambda level, args, kwargs: _group_norm_of_halves(*args, **kwargs),
     batch=_group_norm_batch,
 )
 
