@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
@@ -95,13 +96,27 @@ class Program:
     def full_shape(self, argument: Argument) -> tuple[int, ...]:
         return (self.samples, *argument.shape) if argument.batched else argument.shape
 
-    def function(self, plain: bool = False, after: Callable[[dict[str, Any], Statement], None] | None = None) -> Callable[..., Any]:
-        """The program as a function of its arguments. plain: as the oracle runs it. after: called when a statement has run."""
-        lines = [(compiled(s.plain if plain and s.plain is not None else s.text), s) for s in self.statements]
+    def function(
+        self,
+        plain: bool = False,
+        after: Callable[[dict[str, Any], Statement], None] | None = None,
+        again: Callable[[Any], Any] | None = None,
+        written_out: bool | None = None,
+    ) -> Callable[..., Any]:
+        """The program as a function of its arguments. plain: as the oracle runs it. after: called when a statement has run.
+
+        again: what a statement sees of a value that it names a second time. written_out: whether normalisations are programs of elementwise
+        operators; by default where the oracle takes second derivatives.
+        """
+        written_out = plain and self.mode not in FIRST_ORDER if written_out is None else written_out
+        texts = [s.plain if plain and s.plain is not None else s.text for s in self.statements]
+        lines = [(compiled(text if again is None else self._again(text)), s) for text, s in zip(texts, self.statements, strict=True)]
 
         def f(*args: Tensor) -> tuple[Tensor, ...]:
-            functional = WrittenOut() if plain and self.mode not in FIRST_ORDER else F
-            names: dict[str, Any] = {"torch": torch, "F": functional} | {a.name: x for a, x in zip(self.arguments, args, strict=True)}
+            functional = WrittenOut() if written_out else F
+            names: dict[str, Any] = {"torch": torch, "F": functional, "again": again} | {
+                a.name: x for a, x in zip(self.arguments, args, strict=True)
+            }
             for code, statement in lines:
                 exec(code, names)
                 if after is not None:
@@ -109,6 +124,20 @@ class Program:
             return tuple(names[name] for name in self.outputs)
 
         return f
+
+    def _again(self, text: str) -> str:
+        """A statement, with `again(...)` around each name of a tensor but the first time."""
+        seen: set[str] = set()
+        tensors = {a.name for a in self.arguments} | {s.target for s in self.statements}
+
+        def replaced(found: re.Match[str]) -> str:
+            name = found[0]
+            if name not in tensors or name not in seen:
+                seen.add(name)
+                return name
+            return f"again({name})"
+
+        return re.sub(r"(?<![\w.])[a-z]\w*", replaced, text)
 
     @property
     def unit(self) -> float:

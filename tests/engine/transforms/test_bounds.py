@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from psgrad.engine.transforms import grad, jvp, vmap
-from psgrad.engine.transforms.rules.elementwise import BOUNDS_SHARE
 
 X = torch.tensor([-1.0, -0.5, 0.0, 1.0, 2.0], dtype=torch.float64)
 ZEROS, ONES = torch.zeros_like(X), torch.ones_like(X)
@@ -28,12 +27,11 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "of a lower bound": lambda x: ZEROS.clamp(min=x),
     "of an upper bound": lambda x: ZEROS.clamp(max=x),
     "of both": lambda x: ZEROS.clamp(x, x + 1) + ZEROS.clamp(x - 1, x),
+    "of bounds that are one": lambda x: ZEROS.clamp(x, x),
     "in the larger": lambda x: torch.fmax(x, ZEROS) + torch.fmax(ONES, x),
     "in the smaller": lambda x: torch.fmin(x, ZEROS) + torch.fmin(ONES, x),
     "beside nan": lambda x: torch.fmax(x, NAN) + torch.fmin(NAN, x),
 }
-if BOUNDS_SHARE:  # before, PyTorch's gradient was nothing at all where both bounds are one and the value is less
-    FUNCTIONS["of bounds that are one"] = lambda x: ZEROS.clamp(x, x)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

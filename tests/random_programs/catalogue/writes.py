@@ -103,7 +103,9 @@ def _by_index(w: Writer) -> Line:
         f"{x}[{mask}] = {w.number()}",
         f"{x}.masked_scatter_({mask}, {w.other(shape)}.clone())",
     ]
-    ways += [f"{x}[{i}[0]] = {y}[0]", f"{x}[[0]] = {y}[:1]", f"{x}[torch.tensor([0, -1])] *= 2"]
+    ways += [f"{x}[{i}[0]] = {y}[0]", f"{x}[[0]] = {y}[:1]"]
+    if shape[0] > 1:  # else one place is written to twice, of which PyTorch's derivative knows nothing
+        ways += [f"{x}[torch.tensor([0, -1])] *= 2"]
     if count == 1:
         ways += [f"{x}[{i}] = {y}", f"{x}[..., {w.integers((1,), shape[-1])}] += 0.5"]
     return Line(w.random.choice(ways), target=x)

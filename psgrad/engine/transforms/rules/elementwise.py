@@ -227,7 +227,8 @@ def _between(position: int) -> Any:
         if low is None:
             return _AT_MOST[min(position, 1)](out, x, high)
         tie = ((x == low) | (x == high)) & (low < high)
-        counts = ((x >= low) & (x <= high), (x < low) & (low <= high), (x > high) | (high < low))[position]
+        in_order = low <= high if BOUNDS_SHARE else low < high  # up to 2.13, neither of two equal bounds has what a lesser value has not
+        counts = ((x >= low) & (x <= high), (x < low) & in_order, (x > high) | (high < low))[position]
         if BOUNDS_SHARE and position:
             counts = counts | (tie & (x == (low, high)[position - 1]))
         return lambda g: _where0(counts, _shared(g, tie))
@@ -394,15 +395,21 @@ constant(
     aten.isnan.default,
     aten.isinf.default,
     aten.signbit.default,
+    aten.floor_divide.default,
+    aten.heaviside.default,
+    batch=elementwise_batch,
+)
+
+
+# A cotangent of zero goes on from these, as PyTorch has it: where a derivative before them is no number, neither is the product.
+elementwise(
     aten.sign.default,
     aten.floor.default,
     aten.ceil.default,
     aten.round.default,
     aten.round.decimals,
     aten.trunc.default,
-    aten.floor_divide.default,
-    aten.heaviside.default,
-    batch=elementwise_batch,
+    x0=lambda out, x, *args, **kwargs: torch.zeros_like,
 )
 
 

@@ -6,6 +6,7 @@ import importlib.util
 from typing import Any
 
 import torch
+from torch._decomp import decomposition_table
 
 from psgrad.engine.transforms.interpreter import run
 from psgrad.engine.transforms.rules.families import aten, wrap_dim
@@ -252,6 +253,13 @@ def _binary_cross_entropy_with_logits(
     softplus = aten.softplus.default(-x)
     loss = (1 - y) * x + (softplus if pos_weight is None else (1 + (pos_weight - 1) * y) * softplus)
     return reduced(loss if weight is None else loss * weight, reduction)
+
+
+@replace(aten.multi_margin_loss.default)
+def _multi_margin_loss(x: torch.Tensor, target: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """As PyTorch's tables have it, which leave an axis of one where there is a single target."""
+    loss = decomposition_table[aten.multi_margin_loss.default](x, target, *args, **kwargs)
+    return loss.reshape(()) if loss.dim() > target.dim() else loss
 
 
 @replace(aten.multilabel_margin_loss_forward.default)

@@ -88,7 +88,8 @@ def _extreme_back(out: torch.Tensor, x: torch.Tensor, dims: Any = (), keepdim: b
 
     def back(g: torch.Tensor) -> torch.Tensor:
         hit = cast(x == spread(out, shape, dims, keepdim), g.dtype)
-        return hit * spread(g / hit.sum(axes_of(dims, len(shape)), keepdim), shape, dims, keepdim) if len(shape) else g
+        ties = hit.sum(axes_of(dims, len(shape)), keepdim) if len(shape) else hit
+        return hit * spread(g / ties, shape, dims, keepdim)
 
     return back
 
@@ -314,6 +315,17 @@ define(aten.std.correction, vjp={0: _std_back}, batch=by_axes)
 define(aten.var_mean.correction, vjp={0: _var_mean_back}, batch=by_axes)
 
 
+@replace(aten.renorm.default)
+def _renorm(x: torch.Tensor, order: float, dim: int, maxnorm: float) -> torch.Tensor:
+    """PyTorch's tables multiply by one what is small enough, whose derivative then meets that of a norm that may be no number."""
+    axes = [axis for axis in range(x.dim()) if axis != wrap_dim(dim, x.dim())]
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    norm = lambda x: torch.linalg.vector_norm(x, order, axes, keepdim=True, dtype=dtype)
+    large = norm(x.detach()) > maxnorm
+    shrunk = torch.where(large, x, 0)
+    return torch.where(large, shrunk * cast(maxnorm / (norm(shrunk) + 1e-7), x.dtype), x)
+
+
 @replace(aten.std_mean.correction)
 def _std_mean(x: torch.Tensor, dims: Any = None, *, correction: Any = 1, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """PyTorch's tables take the root of the variance, whose derivative at zero is none."""
@@ -334,7 +346,8 @@ def _norm_back(out: torch.Tensor, x: torch.Tensor, order: Any = 2, dims: Any = N
         if order == 1:
             return g_wide * torch.sgn(x)
         if abs(order) == float("inf"):
-            hit = cast(x.abs() == norm, g.dtype)
+            size = x.abs()
+            hit = cast((size == norm) | size.isnan(), g.dtype)
             return hit * torch.sgn(x) * (g_wide / hit.sum(axes_of(dims, len(shape)), keepdim=True))
         # At zero the derivative is taken as zero, and what is divided by as one: 0 / 0 must not enter a second derivative.
         safe_norm = torch.where(norm == 0, torch.ones_like(norm), norm)
