@@ -386,6 +386,32 @@ def test_group_norm_second_derivative_bfloat16() -> None:
     torch.testing.assert_close(second(x).double(), exact, rtol=0.05, atol=float(exact.abs().max()) * 0.02)
 
 
+NAN, INF = torch.nan, torch.inf
+LOSSES_NOT_FINITE = {
+    "amax of one number": (lambda x: x[0].amax() + x[1].amin(), [[NAN, 2.0], [0.5, 1.0]]),
+    "vector_norm(inf)": (lambda x: torch.linalg.vector_norm(x, INF), [[NAN, 2.0], [0.5, -1.0]]),
+    "renorm": (lambda x: x.reshape(2, 2).renorm(2, 0, 1.0).exp().sum(), [[NAN, 2.0, 3.0, 0.1], [0.5, 0.1, 9.0, 1.0], [0.0, INF, 0.0, 0.0]]),
+    "floor": (lambda x: x.log().floor().sum() + x.sin().sum(), [[0.0, 2.0], [0.5, 1.0]]),
+    "sign": (lambda x: x.sqrt().sign().sum(), [[0.0, 2.0], [0.5, 1.0]]),
+    "round(decimals)": (lambda x: x.log().round(decimals=1).sum(), [[0.0, 2.0], [0.5, 1.0]]),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES_NOT_FINITE)
+def test_gradient_of_values_not_finite(name: str) -> None:
+    f, values = LOSSES_NOT_FINITE[name]
+    x = torch.tensor(values, dtype=torch.float64)
+    torch.testing.assert_close(vmap(grad(f))(x), by_loop(f, x)[0], equal_nan=True)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_multi_margin_loss_of_one_target_shape(reduction: str) -> None:
+    f = lambda x: F.multi_margin_loss(x, torch.tensor(1), reduction=reduction)
+    x = torch.tensor([[0.2, -0.4, 0.9], [1.0, 3.0, 2.5]])
+    torch.testing.assert_close(vmap(f)(x), torch.stack([f(one) for one in x]))
+    torch.testing.assert_close(vmap(grad(f))(x), by_loop(f, x)[0])
+
+
 def test_write_that_changes_how_a_value_lies_in_memory_then_view() -> None:
     def f(x: Tensor) -> Tensor:
         t = x.clone()
@@ -422,6 +448,10 @@ def planted(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         monkeypatch.setitem(registry._derivatives, torch.ops.aten.tanh.default, rule)
     elif name == "views unknown to the caller's autograd":
         monkeypatch.setattr(interpreter, "facts", lambda op: operators.facts(op)._replace(is_view=False))
+    elif name == "atan2 with a sign":
+        back = lambda out, y, x: lambda g: g * y / (x * x + y * y)  # which is minus the derivative in x
+        kept = registry._derivatives[torch.ops.aten.atan2.default].vjp
+        monkeypatch.setitem(registry._derivatives, torch.ops.aten.atan2.default, registry.DerivativeRule({0: kept[0], 1: back}))
     else:
         monkeypatch.setattr(derivatives, "write_through", lambda op, base, new, *rest: base)
 
@@ -459,3 +489,31 @@ def test_random_programs_checker_notices_planted_error_beside_large_number(monke
     assert check(program) == Outcome("equal")
     planted(monkeypatch, "tanh off by 0.1 %")
     assert check(program).failed
+
+
+@pytest.mark.parametrize("text", ["t1 = (t0 * a1).atan2(t0)", "t1 = t0.atan2(t0)"])
+def test_random_programs_checker_notices_sign_where_uses_cancel(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """The cotangents of two uses of one value cancel; how far rounding leads there is measured, and is far less than a wrong sign."""
+    arguments = (
+        Argument("a0", (2,), "torch.randn({shape}, dtype=torch.float64)", ("{name}[0, 0] = 1e15",), batched=True, seed=1),
+        Argument("a1", (2,), "torch.randn({shape}, dtype=torch.float64)", differentiated=True, seed=2),
+    )
+    lines = (Statement("t0 = a1 / 3.0 + a0 * 0", "t0"), Statement(text, "t1"))
+    for mode in ("autograd of grad", "vmap(grad(jvp))", "per sample"):
+        program = Program(arguments, lines, ("t1",), 3, torch.float64, mode, extreme=True)
+        assert check(program) == Outcome("equal")
+        with monkeypatch.context() as patch:
+            planted(patch, "atan2 with a sign")
+            assert check(program).failed
+
+
+def test_random_programs_checker_names_first_use_and_others() -> None:
+    """A statement's target, and the first use of a value, stay the tensors that they are: views are taken of them, and writes go there."""
+    program = Program((), (Statement("t0 = 1", "t0"), Statement("t1 = 1", "t1")), ("t0",), 1, torch.float64, "vmap")
+    told = {
+        "t0.atan2_(t0)": "t0.atan2_(again(t0))",
+        "t0[...] = t1 * t0": "t0[...] = t1 * again(t0)",
+        "F.relu(x.t0, t1)": "F.relu(x.t0, t1)",
+        "t1 = t0.expand_as(t0)": "t1 = t0.expand_as(again(t0))",
+    }
+    assert {text: program._again(text) for text in told} == told
