@@ -348,8 +348,9 @@ def test_hypot_derivative_at_origin_is_nan() -> None:
 @pytest.mark.parametrize("f", [torch.xlogy, torch.special.xlog1py])
 def test_xlogy_cotangent_of_zero_meets_infinity(f: Any) -> None:
     x, y = torch.tensor([0.7, 0.0, -0.3]), torch.tensor([torch.inf, torch.inf, 2.0])
-    weighted = lambda x, y: (f(x, y) * torch.tensor([0.0, 1.0])).sum()
-    torch.testing.assert_close(vmap(grad(weighted, (0, 1)))(x, y), by_loop(weighted, x, y), equal_nan=True)
+    weighted = lambda x, y, weight: f(x, y) * weight
+    weight = torch.tensor([0.0, 0.0, 0.5])
+    torch.testing.assert_close(vmap(grad(weighted, (0, 1)))(x, y, weight), by_loop(weighted, x, y, weight)[:2], equal_nan=True)
 
 
 BAGS_WITH_NAN = {
@@ -407,9 +408,32 @@ def test_gradient_of_values_not_finite(name: str) -> None:
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 def test_multi_margin_loss_of_one_target_shape(reduction: str) -> None:
     f = lambda x: F.multi_margin_loss(x, torch.tensor(1), reduction=reduction)
-    x = torch.tensor([[0.2, -0.4, 0.9], [1.0, 3.0, 2.5]])
+    x = torch.tensor([[0.2, -0.4, 0.9], [1.0, 3.0, 2.5], [1.0, 2.0, NAN], [1.0, 2.0, 0.3], [1.0, NAN, 0.3]])
     torch.testing.assert_close(vmap(f)(x), torch.stack([f(one) for one in x]))
     torch.testing.assert_close(vmap(grad(f))(x), by_loop(f, x)[0])
+
+
+@pytest.mark.parametrize("p", [1, 2])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_multi_margin_loss_of_rows(reduction: str, p: int) -> None:
+    weight = torch.tensor([0.5, 2.0, 1.5])
+    f = lambda x: F.multi_margin_loss(x, torch.tensor([1, 0]), p, 0.7, weight, reduction=reduction)
+    x = torch.linspace(-2, 3, 18).sin().reshape(3, 2, 3)
+    torch.testing.assert_close(vmap(f)(x), torch.stack([f(one) for one in x]))
+    total = lambda x: (f(x) * torch.tensor([0.5, 1.5])).sum()
+    torch.testing.assert_close(vmap(grad(total))(x), by_loop(total, x)[0])
+
+
+def test_std_of_equal_values_forward_derivative() -> None:
+    x = torch.tensor([[2.0, 2.0], [1.0, 3.0]], dtype=torch.float64)
+    found = vmap(lambda x: jvp(lambda x: x.std(0, correction=0), (x,), (torch.tensor([1.0, 2.0]).double(),))[1])(x)
+    torch.testing.assert_close(found, torch.tensor([0.0, 0.5], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("f", [torch.remainder, torch.fmod])
+def test_remainder_of_infinity(f: Any) -> None:
+    x, y = torch.tensor([-INF, INF, 3.5, -3.5]), torch.tensor([1.5, 2.0, 1.5, 1.5])
+    torch.testing.assert_close(vmap(grad(f, (0, 1)))(x, y), by_loop(f, x, y), equal_nan=True)
 
 
 def test_write_that_changes_how_a_value_lies_in_memory_then_view() -> None:

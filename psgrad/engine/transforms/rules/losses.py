@@ -6,7 +6,6 @@ import importlib.util
 from typing import Any
 
 import torch
-from torch._decomp import decomposition_table
 
 from psgrad.engine.transforms.interpreter import run
 from psgrad.engine.transforms.rules.families import aten, wrap_dim
@@ -256,10 +255,19 @@ def _binary_cross_entropy_with_logits(
 
 
 @replace(aten.multi_margin_loss.default)
-def _multi_margin_loss(x: torch.Tensor, target: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """As PyTorch's tables have it, which leave an axis of one where there is a single target."""
-    loss = decomposition_table[aten.multi_margin_loss.default](x, target, *args, **kwargs)
-    return loss.reshape(()) if loss.dim() > target.dim() else loss
+def _multi_margin_loss(
+    x: torch.Tensor, target: torch.Tensor, p: float = 1, margin: float = 1, weight: Any = None, reduction: int = 1
+) -> torch.Tensor:
+    """As PyTorch's kernel has it: what is not above zero, NaN too, counts for nothing, a target without axes has a loss without."""
+    refuse_shapes(aten.multi_margin_loss.default, (x, target, p, margin, weight, reduction), {})
+    rows, labels = torch.atleast_2d(x), torch.atleast_1d(target).unsqueeze(1)
+    excess = margin - rows.gather(1, labels) + rows
+    counts = (excess > 0) & (torch.arange(rows.shape[1], device=x.device) != labels)
+    loss = torch.where(counts, excess, 0)
+    loss = loss * loss if p == 2 else loss
+    loss = loss if weight is None else loss * weight[labels]
+    loss = loss.sum(1) / rows.shape[1]
+    return reduced(loss if target.dim() else loss.reshape(()), reduction)
 
 
 @replace(aten.multilabel_margin_loss_forward.default)
