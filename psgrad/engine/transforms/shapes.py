@@ -75,6 +75,8 @@ def refuse_shapes(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
     if not _is_asked(op):
         _never_asked[number] = op
         return
+    if op is aten.index_put.default and any(index is not None and index.dtype == torch.bool for index in args[1]):
+        return  # how many values a mask takes depends on its own
     with _disable_current_modes():
         _ask(op, args, kwargs)
     if len(_accepted) >= _MOST_SIGNATURES:
