@@ -92,7 +92,7 @@ def steps(parameters: int) -> tuple[dict[str, Callable[[], Any]], int]:
     def private(multiplier: float) -> None:
         noisy = Noise(multiplier).add(source(clipping).sums, clipping, "add_or_remove_one", generator)
         for name, parameter in trained.items():
-            parameter.grad = noisy[name].div_(BATCH)
+            parameter.grad = noisy[name].div_(BATCH).to(parameter.dtype)
         optimizer.step()
         optimizer.zero_grad()
 

@@ -90,7 +90,7 @@ def test_an_index_of_another_state_dict_of_the_same_file_is_refused(place: Influ
     place.config["model"] |= {"checkpoint": "both.pt", "state_dict_key": "model"}
     with_index(place)
     place.config["model"]["state_dict_key"] = "average"
-    place.influence().refused(3, "the index index is of something else: fingerprint.state_dict_key differs")
+    place.influence().refused(3, "the index index is of something else: fingerprint.checkpoints, fingerprint.state_dict_key differ")
 
 
 @pytest.mark.parametrize(("file", "old", "new"), [("model.py", "nn.Tanh", "nn.ReLU"), ("loss.py", "2 *", "3 *"), ("rows.py", "= 0", "= 1")])
@@ -101,7 +101,7 @@ def test_an_index_made_by_other_code_is_refused(place: InfluenceWorkplace, file:
     with_index(place)
     source = (place.folder / file).read_text()
     (place.folder / file).write_text(source.replace(old, new))
-    place.influence().refused(3, "the index index is of something else: fingerprint.code")
+    place.influence().refused(3, "the index index is of something else", "fingerprint.code.", file)
 
 
 def test_an_index_made_by_code_that_was_imported_is_refused(place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ def test_an_index_made_by_code_that_was_imported_is_refused(place: InfluenceWork
     for name in [name for name in sys.modules if name == "layers_of_the_index" or name.startswith("psgrad_file_model")]:
         monkeypatch.delitem(sys.modules, name)
     importlib.invalidate_caches()
-    place.influence("--overwrite").refused(3, "the index index is of something else: it has a loss of", "as the model has it now")
+    place.influence("--overwrite").refused(3, "the index index is of something else", "fingerprint.code.model.py:mlp.layers_of_the_index")
 
 
 # Checkpoints ---------------------------------------------------------------------------------------------------------------------------

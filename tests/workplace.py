@@ -52,7 +52,7 @@ class Outcome:
         """What stderr says, once it is seen that the command ended so: this code, these words, one screen, no traceback."""
         assert self.code == code, self.err
         for word in words:
-            assert word in self.err
+            assert word in self.err, self.err
         assert "Traceback" not in self.err
         assert "internal error" not in self.err
         assert len(self.err.splitlines()) < 25
