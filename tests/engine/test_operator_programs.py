@@ -147,6 +147,11 @@ def test_vmap_outer_autograd_ldexp_then_write(mapped: bool) -> None:
     torch.testing.assert_close(torch.autograd.grad(out, p)[0], (V * 2**P * math.log(2)).sum((0, 1)))
 
 
+def test_ldexp_gradient_whole_exponents_below_zero() -> None:
+    x, exponents = V[0, 0], torch.tensor([-3, 0, 2, -1])
+    torch.testing.assert_close(grad(lambda x: torch.ldexp(x, exponents).sum())(x), 2.0 ** exponents.double())
+
+
 @pytest.mark.parametrize("distance", [math.inf, -math.inf, math.nan, 1e300, 0.6, -0.2, 0.0])
 def test_huber_loss_gradient_far_from_target(distance: float) -> None:
     x, y = torch.tensor([distance], dtype=torch.float64, requires_grad=True), torch.zeros(1, dtype=torch.float64)

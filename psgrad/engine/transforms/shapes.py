@@ -35,6 +35,7 @@ _LENIENT: frozenset[Op] = frozenset(
 # and of these where an argument, by its position, has another rank.
 _USUAL_RANKS: dict[Op, dict[int, Container[int]]] = {
     aten.addmm.default: {0: (1, 2)},
+    aten.addmv.default: {0: (0, 1)},
     aten.softmax.int: {0: range(1, 9)},
     aten.native_group_norm.default: {0: range(2, 9), 1: (1,), 2: (1,)},
     aten.batch_norm.default: {0: range(2, 9), **dict.fromkeys(range(1, 5), (1,))},
@@ -75,9 +76,9 @@ def refuse_shapes(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
     if not _is_asked(op):
         _never_asked[number] = op
         return
-    if op is aten.index_put.default and any(index is not None and index.dtype == torch.bool for index in args[1]):
-        return  # how many values a mask takes depends on its own
     with _disable_current_modes():
+        if op is aten.index_put.default and any(index is not None and index.dtype == torch.bool for index in args[1]):
+            args = (*args[:2], torch.zeros((), dtype=args[2].dtype, device=args[2].device), *args[3:])  # how many a mask takes is its own
         _ask(op, args, kwargs)
     if len(_accepted) >= _MOST_SIGNATURES:
         _accepted.clear()

@@ -48,7 +48,8 @@ KINDS = {
     "aten::sin": (aten.sin.default, (table.OWN, table.OWN, table.OWN)),
     "aten::relu": (aten.relu.default, (table.OWN, table.OWN, table.OWN)),
     "aten::_log_softmax": (lambda x: aten._log_softmax.default(x, 0, False), (table.OWN, table.FROM_VJP, table.OWN)),
-    "aten::sign": (aten.sign.default, (table.CONSTANT, table.CONSTANT, table.OWN)),
+    "aten::isnan": (aten.isnan.default, (table.CONSTANT, table.CONSTANT, table.OWN)),
+    "aten::sign": (aten.sign.default, (table.OWN, table.OWN, table.OWN)),
     "aten::selu": (aten.selu.default, (table.DECOMPOSED, table.DECOMPOSED, table.DECOMPOSED)),
     "aten::_foreach_sin": (lambda x: aten._foreach_sin.default([x])[0], (table.REFUSED, table.REFUSED, table.REFUSED)),
 }

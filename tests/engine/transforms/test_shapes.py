@@ -19,8 +19,8 @@ DATABASE = entries()
 
 # PyTorch's own kernel writes beyond its arguments for these shapes, and the process ends.
 ENDS_THE_PROCESS = "lu_unpack _batch_norm_with_update"
-# Refused for their values, not for their shapes: lengths and offsets say where the last segment ends.
-BY_VALUE = "_segment_reduce.offsets _segment_reduce.lengths"
+# Refused for their values, not for their shapes: lengths and offsets say where the last segment ends, a mask how many values it takes.
+BY_VALUE = "_segment_reduce.offsets _segment_reduce.lengths index_put"
 # They write running statistics, and are refused under vmap; PyTorch's check of the shapes is in `nn.functional.batch_norm`.
 INNER = "native_batch_norm _native_batch_norm_legit"
 LEFT_OUT = frozenset(f"{ENDS_THE_PROCESS} {BY_VALUE} {INNER}".split()) | set(UNJUDGED)
@@ -29,7 +29,7 @@ PRODUCTS = """
     mm bmm mv dot vdot inner outer addmm addmm.decomposed addmv addr addbmm baddbmm matmul linalg.vecdot linalg.multi_dot
     nn.functional.linear
     nn.functional.conv1d nn.functional.conv2d nn.functional.conv_transpose1d nn.functional.layer_norm nn.functional.group_norm
-    nn.functional.batch_norm nn.functional.cross_entropy nn.functional.embedding softmax index_add index_put
+    nn.functional.batch_norm nn.functional.cross_entropy nn.functional.embedding softmax index_add
 """
 
 

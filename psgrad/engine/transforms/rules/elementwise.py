@@ -37,7 +37,7 @@ elementwise(
 )
 elementwise(
     aten.ldexp.Tensor,
-    x0=lambda out, x, y: lambda g: g * 2**y,
+    x0=lambda out, x, y: lambda g: torch.ldexp(g, y),  # 2**y is 0 for whole numbers below 0
     x1=lambda out, x, y: lambda g: g * out * math.log(2),
 )
 elementwise(
