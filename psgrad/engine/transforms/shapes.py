@@ -65,7 +65,7 @@ def refuse_shapes(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
     number = id(op)
     if number in _never_asked:
         return
-    signature = (number, *[a.shape if isinstance(a, torch.Tensor) else _shape(a) if type(a) is list else a for a in args])
+    signature = (number, *[(a.shape, a.dtype) if isinstance(a, torch.Tensor) else _shape(a) if type(a) is list else a for a in args])
     if kwargs:
         signature += tuple([(name, _shape(a)) for name, a in kwargs.items()])
     try:
@@ -87,7 +87,7 @@ def refuse_shapes(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
 
 def _shape(argument: Any) -> Any:
     if isinstance(argument, torch.Tensor):
-        return argument.shape
+        return argument.shape, argument.dtype
     return tuple([_shape(item) for item in argument]) if isinstance(argument, (list, tuple)) else argument
 
 
