@@ -37,8 +37,8 @@ elementwise(
 )
 elementwise(
     aten.ldexp.Tensor,
-    x0=lambda out, x, y: lambda g: torch.ldexp(g, y),  # 2**y is 0 for whole numbers below 0
-    x1=lambda out, x, y: lambda g: g * out * math.log(2),
+    x0=lambda out, x, y: lambda g: g * conj(torch.pow(2.0, y)),  # 2.0: whole powers of a whole number are 0 below 0
+    x1=lambda out, x, y: lambda g: g * conj(out) * math.log(2),
 )
 elementwise(
     aten.addcmul.default,
