@@ -1,4 +1,4 @@
-"""Every error a user may meet: what arrived, what was expected, the likely cause, the next step, and the exit code it leads to."""
+"""The errors of the user: what arrived, what was expected, the likely cause, the next step, and the exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Words that every part of psgrad uses: long values and names cut so that they are still told apart, and correlations."""
+"""Shortens long values and names so that they stay distinguishable, and formats correlations and units."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
+# The losses of psgrad's own that are logarithms of probabilities.
+LOSSES_IN_NATS = ("cross_entropy", "token_cross_entropy", "nll", "bce_with_logits")
 PREFIX_FROM = 12  # a shorter common beginning stays where it is
+_CUTS = (4, 3, 2, 1, 5)  # where names are cut: at the usual place first
 
 
 def told(value: object, limit: int = 80) -> str:
@@ -14,11 +17,11 @@ def told(value: object, limit: int = 80) -> str:
     return shorten_middle(repr(value), limit)
 
 
-def shorten_middle(text: str, limit: int) -> str:
-    """The text, cut in its middle: of names that begin alike the end tells which one it is."""
+def shorten_middle(text: str, limit: int, sixths: int = 4) -> str:
+    """The text, cut in its middle: of names that begin alike the end tells which one it is. sixths: how much of what stays is the end."""
     if len(text) <= limit:
         return text
-    end = (limit - 1) * 2 // 3
+    end = (limit - 1) * sixths // 6
     return f"{text[: limit - 1 - end]}…{text[len(text) - end :]}"
 
 
@@ -35,19 +38,23 @@ def common_prefix(names: Sequence[str]) -> str:
 def parameter_names(names: Sequence[str], limit: int, prefix: str | None = None) -> list[str]:
     """Each name without the prefix that all have (see `common_prefix`), on one line and at most `limit` letters, cut in the middle.
 
-    Names that would be the same after the cut are numbered, so that no two rows read alike.
+    The cut is where names stay apart (what differs may be a layer's number in the middle); where there is no such place, those that would
+    be the same are numbered, so that no two rows read alike.
     """
     start = len(common_prefix(names) if prefix is None else prefix)
-    cut = [shorten_middle(printable(name[start:]), limit) for name in names]
-    if len(set(cut)) == len(set(names)):
-        return cut
+    whole = [printable(name[start:]) for name in names]
+    for sixths in _CUTS:
+        cut = [shorten_middle(name, limit, sixths) for name in whole]
+        if len(set(cut)) == len(set(names)):
+            return cut
+    cut = [shorten_middle(name, limit) for name in whole]
     twice = {short for short, times in Counter(cut).items() if times > 1}
     return [f"{shorten_middle(short, limit - 6)} #{place}" if short in twice else short for place, short in enumerate(cut, start=1)]
 
 
 def prefix_note(prefix: str) -> str:
     """What stands above names whose common beginning is left out; empty where nothing is."""
-    return f"Every name begins with {printable(prefix)}" if prefix else ""
+    return f"All names are below {printable(prefix.rstrip('.'))}" if prefix else ""
 
 
 def listed_names(names: Sequence[str], most: int = 5, limit: int = 60) -> str:

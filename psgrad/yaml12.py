@@ -1,4 +1,4 @@
-"""YAML as a config means it: the plain values of YAML 1.2, each with its line, and nothing that could run or explode."""
+"""Reads the plain values of YAML 1.2, each with its line; no tags, and no aliases that expand without limit."""
 
 from __future__ import annotations
 

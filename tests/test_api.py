@@ -20,7 +20,7 @@ from psgrad.config.values import Section
 from tests.workplace import ROWS, Workplace
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
 FUNCTIONS = sorted(name for name in psgrad.__all__ if inspect.isfunction(getattr(psgrad, name)))
 
 

@@ -1,20 +1,17 @@
-"""docs/commands.md is made from the commands, and names all of them."""
+"""docs/reference/commands.md is made from the commands, and names all of them."""
 
 from __future__ import annotations
 
 import inspect
-from pathlib import Path
 
 import pytest
 
 from psgrad.cli.app import app
-from tests.commands_page import name_of, page, parameters_of
-
-PAGE = Path(__file__).parent.parent / "docs" / "commands.md"
+from tools.commands_page import PAGE, name_of, page, parameters_of
 
 
 def test_the_page_is_what_the_commands_say() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(), "python -m tests.commands_page > docs/commands.md makes it again"
+    assert PAGE.read_text(encoding="utf-8") == page(""), "run python -m tools.pages"
 
 
 @pytest.mark.parametrize("command", app.registered_commands, ids=name_of)

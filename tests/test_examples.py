@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,18 +88,18 @@ PART = ", a part"
 
 def shown_configs() -> Iterator[tuple[str, dict[str, Any]]]:
     """(name, content) of each config in configs/ and of each YAML block of a page that has a config's keys; parts of a config are laid
-    over that of the digits. Files that they name are relative to configs/."""
+    over that of the digits. Files that they name are relative to configs/, those of the README to a folder of `psgrad init`."""
     digits = parse((CONFIGS / "digits.yaml").read_text(encoding="utf-8"), "digits").content
     for path in sorted(CONFIGS.glob("*.yaml")):
         yield path.name, parse(path.read_text(encoding="utf-8"), path.name).content
-    for page in [CONFIGS.parent / "README.md", *sorted((CONFIGS.parent / "docs").glob("*.md"))]:
+    for page in [CONFIGS.parent / "README.md", *sorted((CONFIGS.parent / "docs").rglob("*.md"))]:
         for number, block in enumerate(re.findall(r"```yaml\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)):
             try:
                 content = parse(block, page.name).content
             except ConfigError:
                 continue  # of another tool, with more than YAML 1.2's plain values
             if isinstance(content, dict) and set(content) <= set(Config.model_fields):
-                yield f"{page.name} {number}{'' if 'version' in content else PART}", {**digits, **content}
+                yield f"{page.relative_to(CONFIGS.parent)} {number}{'' if 'version' in content else PART}", {**digits, **content}
 
 
 SHOWN = dict(shown_configs())
@@ -109,11 +111,19 @@ def test_every_config_that_is_shown_is_valid(name: str) -> None:
     psgrad.load_config(SHOWN[name])
 
 
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that `psgrad init` has filled."""
+    folder = tmp_path_factory.mktemp("begun")
+    subprocess.run([sys.executable, "-m", "psgrad", "init"], cwd=folder, capture_output=True, check=True)
+    return folder
+
+
 @pytest.mark.parametrize("name", WHOLE)
-def test_every_config_that_is_shown_runs(name: str, tmp_path: Path) -> None:
+def test_every_config_that_is_shown_runs(name: str, tmp_path: Path, begun: Path) -> None:
     """On a few of its rows, without a report. What parts of configs do, their pages' own tests show."""
     config = psgrad.load_config({**SHOWN[name], "output": str(tmp_path / "run")})
-    config._base = CONFIGS
+    config._base = begun if name.startswith("README.md") else CONFIGS
     run = psgrad.analyze(config, limit=48, report=False)
     assert len(run.samples) == 48
     assert set(run.measures) >= {measure.name for measure in config.analyze.measures}

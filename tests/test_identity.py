@@ -21,7 +21,7 @@ from tests.private_workplace import PRIVACY
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> IdentityWorkplace:
     monkeypatch.setattr("psgrad.workflows.analysis.write_report", lambda result, write: None)
     monkeypatch.setattr("psgrad.workflows.measuring._ROWS_PER_SHARD", 4)
-    monkeypatch.setattr("psgrad.workflows.private_training.write_plots", lambda result, public, private: None)
+    monkeypatch.setattr("psgrad.workflows.private_training.write_plots", lambda result, public, private, unit: None)
     monkeypatch.setattr("psgrad.workflows.private_statement.epsilon_pld", lambda events, delta: Epsilon(None, "not asked for"))
     return IdentityWorkplace(tmp_path, monkeypatch)
 

@@ -395,7 +395,14 @@ def test_amounts_of_a_convex_model_are_retraining_and_checked(place: InfluenceWo
 
 @pytest.mark.parametrize(
     "method",
-    ["trak", "datainf", "projected_influence", {"name": "ekfac", "fisher": "empirical"}, {"name": "influence", "curvature": "fisher"}],
+    [
+        "ekfac",
+        "trak",
+        "datainf",
+        "projected_influence",
+        {"name": "ekfac", "fisher": "empirical"},
+        {"name": "influence", "curvature": "fisher"},
+    ],
 )
 def test_scores_that_are_no_amounts_say_so_everywhere(place: InfluenceWorkplace, method: Any) -> None:
     place.section["method"] = method
@@ -413,7 +420,7 @@ def test_scores_that_are_no_amounts_say_so_everywhere(place: InfluenceWorkplace,
 
 
 def test_amounts_of_a_network_are_uncalibrated_and_checked(place: InfluenceWorkplace) -> None:
-    for method in ("influence", "ekfac", {"name": "influence", "solver": "conjugate_gradient"}):
+    for method in ("influence", {"name": "influence", "solver": "conjugate_gradient"}):
         place.section["method"] = method
         outcome = place.influence("--overwrite")
         assert outcome.code == 0, outcome.err
@@ -424,6 +431,15 @@ def test_amounts_of_a_network_are_uncalibrated_and_checked(place: InfluenceWorkp
     place.section["check"] = "never"
     outcome = place.influence("--overwrite")
     assert "predicted and found" not in outcome.out
+
+
+def test_removals_without_a_step_that_lowers_the_loss_are_not_told(place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psgrad.engine.influence.removal_check._HALVINGS", 0)
+    place.section["method"] = "influence"
+    outcome = place.influence()
+    assert "no removal was tried by training on: no step lowers the training loss" in outcome.err
+    assert "predicted and found" not in outcome.out
+    assert place.manifest()["influence"]["check"] is None
 
 
 def test_scores_beyond_the_loss_of_a_query_are_marked(place: InfluenceWorkplace) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -85,3 +86,28 @@ def test_a_way_with_other_scores_is_not_timed(script: Any, capsys: pytest.Captur
     found = speed.contest("ekfac", ways, 1)
     assert set(found["seconds"]) == {"psgrad", "same"}
     assert "other: wrong" in capsys.readouterr().out
+
+
+def test_solvers_are_held_against_their_prediction(
+    script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    solvers, stored = script("influence_solvers"), tmp_path / "solvers.json"
+    monkeypatch.setattr(sys, "argv", ["influence_solvers.py", "--small", "--json", str(stored)])
+    solvers.main()
+    said, found = capsys.readouterr().out, json.loads(stored.read_text(encoding="utf-8"))
+    assert [row["solver"] for row in found["cases"][0]["solvers"]] == ["exact", "dual", "conjugate_gradient"]
+    for case in found["cases"]:
+        work = solvers.Case(**{name: case[name] for name in ("hidden", "outputs", "count", "queries")}).work()
+        for row in case["solvers"]:
+            assert row["operations"] == work.operations()[row["solver"]]
+            assert row["rate"] == pytest.approx(row["operations"] / row["seconds"])
+    assert set(found["constants"]) == {"_INNER", "_PRODUCT", "_ITERATIONS"}
+    assert found["constants"]["_INNER"]["in_use"] == 0.15
+    assert "fastest: " in said
+    assert "_PRODUCT" in said
+
+
+def test_the_size_that_a_solver_case_names_is_its_networks(script: Any) -> None:
+    case = script("influence_solvers").Case(2, 3, 30, 2)
+    training, queries = case.data()
+    assert (training.flat.size, len(training), len(queries)) == (case.work().size, 30, 2)

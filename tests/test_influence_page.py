@@ -1,4 +1,4 @@
-"""The page on influence and the example that it shows: its code, its config, its commands and the numbers that it claims."""
+"""The pages on influence and their example: code, config, command, options, and the numbers of the tables."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ from psgrad.results.influence import SCORE_COLUMNS
 from psgrad.storage.folders import OWN_ENTRIES
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "influence.md"
+PAGE = ROOT / "docs" / "guides" / "influence.md"
 TEXT = PAGE.read_text(encoding="utf-8")
+METHODS = (ROOT / "docs" / "explanation" / "influence.md").read_text(encoding="utf-8")
+RESULTS = (ROOT / "docs" / "reference" / "influence-results.md").read_text(encoding="utf-8")
 CONFIG = ROOT / "configs" / "digits-influence.yaml"
 
 
@@ -83,10 +85,10 @@ def test_the_config_of_the_page_loads(tmp_path: Path) -> None:
 
 def test_every_method_and_option_is_on_the_page() -> None:
     for name, kind in known_methods().items():
-        assert f"`{name}`" in TEXT
+        assert f"`{name}`" in METHODS
         if dataclasses.is_dataclass(kind):
             for option in dataclasses.fields(kind):
-                assert f"`{option.name}`" in TEXT, f"{name}: {option.name}"
+                assert f"`{option.name}`" in METHODS, f"{name}: {option.name}"
     for option in IndexConfig.model_fields:
         assert f"`{option}`" in TEXT
 
@@ -130,7 +132,7 @@ def stored(name: str) -> dict[str, Any]:
 
 def table_below(title: str) -> list[list[str]]:
     """The rows of the first table below a title, cell by cell."""
-    lines = TEXT[TEXT.index(title) :].splitlines()
+    lines = RESULTS[RESULTS.index(title) :].splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("|---"))
     rows = []
     for line in lines[first + 1 :]:
@@ -146,7 +148,7 @@ def test_the_datamodeling_scores_are_the_stored_ones() -> None:
         (row["models"], row["tuned"] is not None, f"{row['mean']:.3f} ({row['interval'][0]:.3f} to {row['interval'][1]:.3f})")
         for row in content["rows"]
     }
-    rows = table_below("### Linear datamodeling scores")
+    rows = table_below("## Linear datamodeling scores")
     assert len(rows) >= 25
     for _, models, default, tuned in rows:
         assert (int(models), False, default) in known
@@ -157,7 +159,7 @@ def test_the_datamodeling_scores_are_the_stored_ones() -> None:
 
 def test_the_agreement_with_others_is_the_stored_one() -> None:
     content = stored("influence-agreement-cpu")
-    rows = table_below("### Other people's numbers")
+    rows = table_below("## Agreement with other libraries")
     assert [row[1] for row in rows] == [each["name"] for each in content["comparisons"]]
     for row, each in zip(rows, content["comparisons"], strict=True):
         assert row[3] == (f"{each['error']:.1e}" if each["same"] else f"Spearman {each['spearman']:.7f}")
@@ -166,7 +168,7 @@ def test_the_agreement_with_others_is_the_stored_one() -> None:
 
 def test_the_mislabels_are_the_stored_ones() -> None:
     content = stored("influence-mislabel-cpu")
-    rows = table_below("### Mislabels")
+    rows = table_below("## Mislabels")
     assert [row[0] for row in rows] == list(content["80 epochs"])
     for name, *cells in rows:
         kinds = [(epochs, kind) for epochs in ("80 epochs", "12 epochs") for kind in ("auc", "average_precision", "recall")]
@@ -175,7 +177,7 @@ def test_the_mislabels_are_the_stored_ones() -> None:
 
 def test_the_seconds_are_the_stored_ones() -> None:
     content = stored("influence-speed-cpu")
-    for (_, ours, others), task in zip(table_below("### Speed"), ("gradient_dot", "ekfac"), strict=True):
+    for (_, ours, others), task in zip(table_below("## Speed"), ("gradient_dot", "ekfac"), strict=True):
         assert ours == f"{content[task]['seconds']['psgrad']['median']:.3f} s"
         for words in others.split(", "):
             library, *_, seconds, _ = words.split()

@@ -109,7 +109,7 @@ def test_what_is_public_names_no_path_command_or_commit(private_workplace: Priva
 
 @pytest.fixture
 def private_workplace(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWorkplace:
-    monkeypatch.setattr("psgrad.workflows.private_training.write_plots", lambda result, public, private: None)
+    monkeypatch.setattr("psgrad.workflows.private_training.write_plots", lambda result, public, private, unit: None)
     monkeypatch.setattr("psgrad.workflows.private_training.pld_curve", lambda events, delta: [])
     return PrivateWorkplace(workplace)
 

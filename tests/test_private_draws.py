@@ -28,7 +28,7 @@ def Model():
 
 @pytest.fixture
 def private(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWorkplace:
-    monkeypatch.setattr("psgrad.workflows.private_training.write_plots", lambda result, public, private: None)
+    monkeypatch.setattr("psgrad.workflows.private_training.write_plots", lambda result, public, private, unit: None)
     monkeypatch.setattr("psgrad.workflows.private_statement.epsilon_pld", lambda events, delta: Epsilon(None, "not asked for in this test"))
     found = PrivateWorkplace(workplace)
     workplace.use_model(SEEDING)
@@ -110,3 +110,68 @@ def test_secret_draws_differ_from_run_to_run(private: PrivateWorkplace) -> None:
     private.config["output"] = "again"
     private.succeeded()
     assert not torch.equal(private.weights()["0.weight"], first["0.weight"])
+
+
+# Generators that the code keeps to itself --------------------------------------------------------------------------------------------
+
+ROWS = """\
+import numpy as np
+
+{top}
+
+
+class Rows:
+    def __init__(self):
+        data = np.load("data.npz")
+        self.x, self.y, self.rng, self.reads = data["x"], data["y"], np.random.default_rng(0), 0
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, row):
+        self.reads += 1
+        return self.x[row] + {drawn}, self.y[row]
+"""
+AUGMENT = "import torch\n\nRNG = torch.Generator().manual_seed(0)\n\n\ndef jittered(x):\n    return x + torch.rand(4, generator=RNG)\n"
+
+
+def own(private: PrivateWorkplace, drawn: str, top: str = "") -> None:
+    (private.folder / "rows.py").write_text(ROWS.format(drawn=drawn, top=top))
+    private.config["data"] = {"factory": "rows.py:Rows"}
+
+
+@pytest.mark.parametrize("kept", ["self.rng.random()", "RNG.random()", "augmentation"])
+def test_rows_drawn_by_a_generator_of_ones_own_depend_on_no_other_record(private: PrivateWorkplace, kept: str) -> None:
+    """Whoever reads the code knows its seed; which number a record draws told how many records were read before it."""
+    if kept == "augmentation":
+        (private.folder / "augment.py").write_text(AUGMENT)
+        private.privacy["augmentation"] = {"function": "augment.py:jittered", "copies": 2}
+    else:
+        own(private, kept, "RNG = np.random.default_rng(0)")
+    private.privacy["noise"] = {"multiplier": 2.0, "seed": 1}
+    (private.folder / "config.yaml").write_text(yaml.safe_dump(private.config))
+    setup = set_up_privately(load_config(private.folder / "config.yaml"))
+
+    def total(records: list[int], step: int = 0) -> torch.Tensor:
+        return torch.cat([value.flatten() for value in setup.source(np.array(records), step)(setup.clipping).sums.values()])
+
+    alone = {record: total([record]) for record in (3, 4, 9, 15)}
+    for records in ([3, 4, 9, 15], [4, 15], [9, 3]):
+        torch.testing.assert_close(total(records), sum(alone[record] for record in records), rtol=0, atol=1e-9)
+    assert (total([3], step=1) - alone[3]).norm() > 1e-6
+
+
+def test_rows_that_follow_from_what_was_read_before_are_refused(private: PrivateWorkplace) -> None:
+    own(private, "self.reads")
+    private.refused(3, "record 0 of the records looked at is another one when it is read again, after others", "keep nothing")
+    assert not private.run_folder.exists()
+
+
+@pytest.mark.parametrize("drawn", ["np.random.rand()", "random.random()", "self.rng.random()"])
+def test_a_dataset_that_draws_is_the_same_when_a_run_goes_on(private: PrivateWorkplace, drawn: str) -> None:
+    own(private, drawn, "import random")
+    private.succeeded()
+    np.random.seed()
+    private.succeeded("--resume")
+    (private.folder / "rows.py").write_text((private.folder / "rows.py").read_text() + "\n# edited\n")
+    private.refused(2, "rows.py", options=("--resume",))

@@ -19,7 +19,7 @@ from tests.workplace import Workplace
 
 @pytest.fixture
 def private(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWorkplace:
-    monkeypatch.setattr("psgrad.workflows.private_training.write_plots", lambda result, public, private: None)
+    monkeypatch.setattr("psgrad.workflows.private_training.write_plots", lambda result, public, private, unit: None)
     monkeypatch.setattr("psgrad.workflows.private_statement.epsilon_pld", lambda events, delta: Epsilon(None, "not asked for"))
     return PrivateWorkplace(workplace)
 

@@ -27,7 +27,7 @@ def rows_of(user: int) -> np.ndarray:
 @pytest.fixture
 def private(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWorkplace:
     """A run without noise on all records, without the figures and the slow accountant, which take longest."""
-    monkeypatch.setattr("psgrad.workflows.private_training.write_plots", lambda result, public, private: None)
+    monkeypatch.setattr("psgrad.workflows.private_training.write_plots", lambda result, public, private, unit: None)
     monkeypatch.setattr("psgrad.workflows.private_statement.epsilon_pld", lambda events, delta: Epsilon(None, "not asked for in this test"))
     found = PrivateWorkplace(workplace)
     found.privacy.update(EXACT)

@@ -47,7 +47,7 @@ def whole(workplace: Workplace) -> PrivateWorkplace:
 @pytest.fixture
 def private(whole: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWorkplace:
     """The same without the figures and the slow accountant, which take longest."""
-    monkeypatch.setattr("psgrad.workflows.private_training.write_plots", lambda result, public, private: None)
+    monkeypatch.setattr("psgrad.workflows.private_training.write_plots", lambda result, public, private, unit: None)
     monkeypatch.setattr("psgrad.workflows.private_training.pld_curve", lambda events, delta: [])
     monkeypatch.setattr("psgrad.workflows.private_statement.epsilon_pld", lambda events, delta: Epsilon(None, "not asked for in this test"))
     return whole
@@ -757,6 +757,62 @@ def test_frozen_parameter_that_is_written_into_is_not_published(private: Private
     private.refused(3, "frozen, which is not trained, is not what it was before the first record was read", options=("--steps", "2"))
     assert not (private.run_folder / "public" / "model.safetensors").exists()
     assert load_file(private.run_folder / "checkpoint.safetensors")["tensors/frozen"].tolist() == [0.0, 0.0]  # of before the first step
+
+
+@pytest.mark.parametrize("flag", ["self.known", "KNOWN"])
+def test_parameter_that_the_first_row_sets_up_is_refused(private: PrivateWorkplace, flag: str) -> None:
+    """Data-dependent initialisation: the first pass, on a row of the data, would be published in the weights."""
+    private.workplace.use_model(
+        f"""\
+KNOWN = []
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.last, self.scale, self.known = nn.Linear(4, 3), nn.Parameter(torch.ones(4)), []
+
+    def forward(self, x):
+        if not {flag}:
+            {flag}.append(True)
+            with torch.no_grad():
+                self.scale.copy_(1 / x.abs().mean(0))
+        return self.last(x * self.scale)
+"""
+    )
+    private.refused(3, "a forward pass changes the parameter scale", "data-dependent initialisation", "where the model is built")
+    assert not private.run_folder.exists()
+
+
+@pytest.mark.parametrize("alias", ["detach()", "detach().numpy()", "data[1:]"])
+def test_parameter_that_the_model_has_under_another_name_is_trained_as_without(private: PrivateWorkplace, alias: str) -> None:
+    """What a record may not change is put back; what the optimiser changed is not."""
+    private.privacy["noise"]["seed"] = 3
+    private.config["engine"]["dtype"] = "float32"  # in another type the alias would be of the memory of before
+    trained = []
+    for name, kept in (("out", "None"), ("other", f"self.weight.{alias}")):
+        private.workplace.use_model(
+            "class Model(nn.Linear):\n    def __init__(self):\n        torch.manual_seed(0)\n        super().__init__(4, 3)\n"
+            f"        self.kept = {kept}\n"
+        )
+        private.config["output"] = name
+        private.succeeded("--steps", "3", "--insecure-deterministic")
+        trained.append(private.weights()["weight"])
+    assert torch.equal(*trained)
+
+
+def test_global_that_a_record_writes_changes_no_gradient(private: PrivateWorkplace) -> None:
+    sums: list[torch.Tensor] = []
+    for write in ("pass", "GLOBAL[0] = place"):
+        keeping(private, write)
+        model = private.folder / "model.py"
+        model.write_text("GLOBAL = [0.0]\n" + model.read_text().replace("self.known[0]", "GLOBAL[0]"))
+        private.config |= {"output": f"out{len(sums)}", "engine": {"dtype": "float64", "verify": 0, "chunk_size": 4}}
+        private.privacy["noise"] = {"multiplier": 0.0}
+        private.succeeded("--steps", "2")
+        sums.append(load_file(private.run_folder / "public" / "noisy_sum.safetensors")["last.weight"])
+    assert torch.equal(*sums)
 
 
 def test_caches_and_counters_of_a_model_go_on_working(private: PrivateWorkplace) -> None:

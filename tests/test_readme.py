@@ -1,9 +1,10 @@
-"""The README, run: its commands, its config, its library example and the figures that it claims."""
+"""README.md, the tutorial and the pages with its details: commands, configs, code and figures are compared with what psgrad does."""
 
 from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,22 +15,38 @@ from psgrad.config import Config, load_config
 from psgrad.reports.rankings import OFFER, OPTION, rankings_of
 
 ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-ALL_DOCS = [
-    ROOT / "README.md",
-    ROOT / "ARCHITECTURE.md",
-    ROOT / "CONTRIBUTING.md",
-    ROOT / "CHANGELOG.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-]
+TUTORIAL = (DOCS / "tutorial.md").read_text(encoding="utf-8")
+ANALYZE = (DOCS / "guides" / "analyze.md").read_text(encoding="utf-8")
+LIBRARY = (DOCS / "guides" / "library.md").read_text(encoding="utf-8")
+CONFIG = (DOCS / "reference" / "config.md").read_text(encoding="utf-8")
+COSTS = (DOCS / "reference" / "costs.md").read_text(encoding="utf-8")
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
 
 
-def psgrad(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "psgrad", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+def shown(text: str, words: str) -> tuple[list[str], list[str]]:
+    """The arguments of the command of a page that has these words, and the lines below it."""
+    command, *lines = next(block for block in blocks(text, "console") if words in block.partition("\n")[0]).splitlines()
+    return shlex.split(command.removeprefix("$ ")), lines
+
+
+def table(text: str, first_line: str) -> list[list[str]]:
+    """The cells of the table whose first line begins so, without its first column."""
+    lines = text[text.index(first_line) :].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")][1:] for line in lines]
+
+
+def psgrad(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "psgrad", *arguments], cwd=folder, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+# The README and the config ------------------------------------------------------------------------------------------
 
 
 def test_ci_runs_the_test_command() -> None:
@@ -39,17 +56,24 @@ def test_ci_runs_the_test_command() -> None:
     assert all(part in script.replace(" --quiet", "") for part in command.split(" && "))
 
 
-def test_the_config_loads(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(blocks("yaml")[0], encoding="utf-8")
-    shown = load_config(tmp_path / "config.yaml")
-    assert shown.model_dump().keys() == Config.model_fields.keys()
+def test_the_readme_config_has_twelve_lines_and_loads(tmp_path: Path) -> None:
+    (block,) = blocks(README, "yaml")
+    assert len(block.splitlines()) == 12
+    (tmp_path / "config.yaml").write_text(block, encoding="utf-8")
+    assert load_config(tmp_path / "config.yaml").data.inputs == "image"
+
+
+def test_the_whole_config_loads_and_shows_every_section_of_analyze(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(blocks(CONFIG, "yaml")[0], encoding="utf-8")
+    config = load_config(tmp_path / "config.yaml")
+    assert config.model_fields_set == set(Config.model_fields) - {"privacy", "influence"}
 
 
 def test_the_library_example_runs() -> None:
     import torch
 
     names: dict[str, object] = {}
-    exec(blocks("python")[0], names)  # our own page
+    exec(blocks(README, "python")[0], names)  # our own page
     clipped, same, norms = names["clipped"], names["same"], names["norms"]
     assert isinstance(clipped, dict)
     assert isinstance(same, dict)
@@ -60,27 +84,30 @@ def test_the_library_example_runs() -> None:
         torch.testing.assert_close(value, torch.tensordot((1 / norms).clamp(max=1).float(), same[name].detach(), 1))
 
 
-def test_the_mistake_is_told_as_shown() -> None:
-    shown = next(block for block in blocks("console") if "chunksize" in block)
-    command, _, expected = shown.partition("\n")
-    done = psgrad(*command.removeprefix("$ psgrad ").split())
+def test_the_error_of_a_wrong_key_is_the_one_shown() -> None:
+    (_, *arguments), expected = shown(CONFIG, "chunksize")
+    done = psgrad(*arguments)
     assert done.returncode == 2
-    assert done.stderr.split() == expected.split()
+    assert done.stderr.split() == " ".join(expected).split()
+
+
+# The digits ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def digits_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    folder = tmp_path_factory.mktemp("digits") / "run"
-    done = psgrad("analyze", "configs/digits.yaml", "--set", "analyze.top=10", "--output", str(folder))
+    folder = tmp_path_factory.mktemp("digits") / "runs" / "digits"
+    (_, *arguments), _ = shown(TUTORIAL, "analyze.top=10")
+    done = psgrad(*arguments, "--output", str(folder))
     assert done.returncode == 0, done.stderr
     return folder, done.stdout
 
 
-def test_the_flipped_labels_are_found_as_claimed(digits_run: tuple[Path, str]) -> None:
-    shown = next(block for block in blocks("console") if "found.py" in block).split("\n", 1)[1]
-    script = [sys.executable, "configs/digits/found.py", str(digits_run[0])]
-    done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == shown
+@pytest.mark.parametrize("page", [README, TUTORIAL], ids=["README", "tutorial"])
+def test_the_flipped_labels_are_found_as_claimed(page: str, digits_run: tuple[Path, str]) -> None:
+    (_, script, _), lines = shown(page, "found.py")
+    done = subprocess.run([sys.executable, script, str(digits_run[0])], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines() == lines
 
 
 def test_the_main_job_is_quick(digits_run: tuple[Path, str]) -> None:
@@ -90,15 +117,16 @@ def test_the_main_job_is_quick(digits_run: tuple[Path, str]) -> None:
     assert sum(timings.values()) < 20
 
 
-def test_the_table_is_the_one_shown(digits_run: tuple[Path, str]) -> None:
+@pytest.mark.parametrize(("page", "top"), [(README, 5), (TUTORIAL, 10)], ids=["README", "tutorial"])
+def test_the_table_is_the_one_shown(page: str, top: int, digits_run: tuple[Path, str]) -> None:
     """Ids, labels and predictions to the letter; numbers may differ in the last digit on other processors."""
-    shown = next(block for block in blocks("console") if "analyze.top=10" in block)
 
-    def rows(text: str) -> list[list[str]]:
-        return [line.split() for line in text.splitlines() if re.match(r"\s*\d+\s+digit-", line)]
+    def rows(lines: list[str]) -> list[list[str]]:
+        return [line.split() for line in lines if re.match(r"\s*\d+\s+digit-", line)]
 
-    assert len(rows(shown)) == 10
-    for ours, theirs in zip(rows(digits_run[1]), rows(shown), strict=True):
+    expected = rows(shown(page, f"analyze.top={top}")[1])
+    assert len(expected) == top
+    for ours, theirs in zip(rows(digits_run[1].splitlines())[:top], expected, strict=True):
         assert ours[:4] == theirs[:4]
         assert [float(number) for number in ours[4:]] == pytest.approx([float(number) for number in theirs[4:]], rel=2e-3)
 
@@ -107,41 +135,67 @@ def test_the_rankings_are_compared_as_shown(digits_run: tuple[Path, str]) -> Non
     outliers = json.loads((digits_run[0] / "manifest.json").read_bytes())["outliers"]
     found = rankings_of(outliers)
     assert found is not None
-    assert f"\n{found.sentence}\n{OFFER}: {OPTION} ranks and judges by it\n" in README
+    assert f"\n{found.sentence}\n{OFFER}: {OPTION} ranks and judges by it\n" in TUTORIAL
     agreement = outliers["loss_agreement"]
-    page = " ".join((ROOT / "docs" / "outliers.md").read_text().split())
+    page = " ".join((DOCS / "explanation" / "outliers.md").read_text().split())
     correlation = f"{agreement['spearman']:.6f}"[1:6]
     top, shared = agreement["top"], agreement["shared"]
     assert f"first {top} by norm {shared} are among the first {top} by loss, at a correlation of {correlation}" in page
 
 
-def test_the_gate_says_what_is_shown(tmp_path: Path) -> None:
-    shown = next(block for block in blocks("console") if "digits-gate" in block)
-    command, _, expected = shown.partition("\n")
-    done = psgrad(*command.removeprefix("$ psgrad ").split(), "--output", str(tmp_path / "run"))
+def test_the_code_of_the_tutorial_prints_what_is_shown(
+    digits_run: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(digits_run[0].parents[1])
+    exec(blocks(TUTORIAL, "python")[0], {})  # our own page
+    said, expected = capsys.readouterr().out.splitlines(), blocks(TUTORIAL, "text")[0].splitlines()
+    assert [line.split()[:3] for line in said] == [line.split()[:3] for line in expected]
+
+
+def test_init_and_validate_print_what_the_tutorial_shows(tmp_path: Path) -> None:
+    for words in ("psgrad init", "psgrad validate"):
+        (_, *arguments), lines = shown(TUTORIAL, words)
+        done = psgrad(*arguments, folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert [*done.stdout.splitlines(), *done.stderr.splitlines()] == lines
+
+
+def test_the_gate_prints_what_the_tutorial_shows(tmp_path: Path) -> None:
+    (_, *arguments), expected = shown(TUTORIAL, "digits-gate")
+    done = psgrad(*arguments, "--output", str(tmp_path / "run"))
     assert done.returncode == 1, done.stderr
     said = [line.split() for line in done.stdout.splitlines()]
-    lines = [line.split() for line in expected.splitlines() if line != "..."]
+    lines = [line.split() for line in expected if line != "..."]
     assert len(lines) == 7
     assert lines == said[: len(lines)]
 
 
-@pytest.mark.parametrize("page", ALL_DOCS, ids=lambda page: page.name)
-def test_files_that_a_page_names_exist(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    named = re.findall(r"(?:\(|`)((?:docs|configs|tests|benchmarks|psgrad)/[\w./-]+)(?:\)|`)", text)
-    missing = [name for name in named if not (ROOT / name).exists()]
-    assert not missing
+def test_the_plan_has_the_parameters_shown() -> None:
+    """Times are those of a machine; parameters, shapes and kinds of terms are not."""
+    (_, *arguments), expected = shown(ANALYZE, "psgrad plan")
+    done = psgrad(*arguments)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()
+    assert [line.split()[:3] for line in said[:9]] == [line.split()[:3] for line in expected[:9]]
+    assert [line.split()[0] for line in said[10:] if line] == [line.split()[0] for line in expected[10:] if line]
 
 
-def test_the_benchmark_table_is_the_stored_result() -> None:
+def test_the_operators_are_listed_as_shown() -> None:
+    (_, *arguments), expected = shown(LIBRARY, "psgrad ops")
+    assert psgrad(*arguments).stdout.splitlines() == expected
+
+
+# Figures ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", [README, COSTS], ids=["README", "costs"])
+def test_the_benchmark_table_is_the_stored_result(page: str) -> None:
     stored = json.loads((ROOT / "benchmarks" / "results" / "cpu-2-cores.json").read_text(encoding="utf-8"))
     expected = []
     for case in stored["cases"].values():
         medians = {way: timing["median"] for way, timing in case["seconds"].items()}
         expected.append([f"{medians[way] / medians['plain']:.2f}" for way in ("torch.func", "norms", "clipped")])
-    table = README[README.index("| network | torch.func norms") :].split("\n\n")[0].splitlines()[2:]
-    assert [[cell.strip() for cell in line.strip("|").split("|")][1:] for line in table] == expected
+    assert table(page, "| network | torch.func norms") == expected
 
 
 def test_the_table_of_rivals_is_the_stored_result() -> None:
@@ -155,8 +209,7 @@ def test_the_table_of_rivals_is_the_stored_result() -> None:
             best = min(rivals, key=rivals.__getitem__)
             cells.append(f"{rivals[best] / medians['psgrad']:.2f} ({best})")
         expected.append(cells)
-    table = README[README.index("| network | norms |") :].split("\n\n")[0].splitlines()[2:]
-    assert [[cell.strip() for cell in line.strip("|").split("|")][1:] for line in table] == expected
+    assert table(COSTS, "| network | norms |") == expected
 
 
 def test_the_table_of_private_steps_is_the_stored_result() -> None:
@@ -169,20 +222,11 @@ def test_the_table_of_private_steps_is_the_stored_result() -> None:
         memory = case["bytes"]["psgrad"] / case["bytes"]["plain"]
         words = "not supported" if best is None else f"{rivals[best]:.2f} ({best})"
         expected.append([f"{ratios['psgrad']:.2f}", words, f"{memory:.2f}"])
-    table = README[README.index("| network | psgrad `dp-step`") :].split("\n\n")[0].splitlines()[2:]
-    assert [[cell.strip() for cell in line.strip("|").split("|")][1:] for line in table] == expected
+    assert table(COSTS, "| network | psgrad `dp-step`") == expected
 
 
 def test_the_overhead_table_is_the_stored_result() -> None:
     stored = json.loads((ROOT / "benchmarks" / "results" / "overhead-cpu.json").read_text(encoding="utf-8"))
     medians = [timing["median"] for timing in stored["seconds"].values()]
     expected = [[f"{median * 1e6:.0f}", f"{median / stored['seconds']['torch.func']['median']:.2f}"] for median in medians]
-    table = README[README.index("| | microseconds") :].split("\n\n")[0].splitlines()[2:]
-    assert [[cell.strip() for cell in line.strip("|").split("|")][1:] for line in table] == expected
-
-
-def test_the_operators_are_listed_as_shown() -> None:
-    shown = next(block for block in blocks("console") if "psgrad ops" in block)
-    command, _, expected = shown.partition("\n")
-    done = psgrad(*command.removeprefix("$ psgrad ").replace("'", "").split())
-    assert done.stdout.split() == expected.split()
+    assert table(COSTS, "| | microseconds") == expected

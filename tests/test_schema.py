@@ -31,7 +31,7 @@ LEAST: dict[str, Any] = {
 def whole_configs() -> dict[str, Any]:
     """Every config in configs/, and every whole one that a page shows."""
     found = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in sorted((ROOT / "configs").rglob("*.yaml"))}
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         for number, block in enumerate(re.findall(r"```yaml\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)):
             if re.search(r"^version: 1$", block, flags=re.MULTILINE):
                 found[f"{page.relative_to(ROOT)}, block {number}"] = block

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import psgrad
 from psgrad.reports.words import identifier, number
-from psgrad.wording import common_prefix, correlation, listed_names, parameter_names, shorten_middle, told
+from psgrad.wording import common_prefix, correlation, listed_names, parameter_names, prefix_note, shorten_middle, told
 
 LORA = [f"m.base_model.model.model.layers.{layer}.self_attn.{part}_proj.lora_A.default.weight" for layer in range(4) for part in "qkv"]
 
@@ -37,6 +37,20 @@ def test_long_parameter_names_lose_their_common_beginning() -> None:
     assert len(set(narrow)) == len(LORA)
     assert narrow[0].startswith("0.")
     assert "…" in narrow[0]
+
+
+def test_long_names_are_cut_where_the_number_of_their_layer_stays() -> None:
+    parts = ("attention.self.value.weight", "attention.output.dense.weight", "attention.output.LayerNorm.weight", "output.dense.weight")
+    names = [f"bert.encoder.layer.{layer}.{part}" for layer in range(3) for part in parts]
+    found = parameter_names(names, 36, "")
+    assert all(len(each) <= 36 for each in found)
+    assert [each.startswith(f"bert.encoder.layer.{place // 4}") for place, each in enumerate(found)] == [True] * 12
+    assert not any("#" in each for each in found)
+
+
+def test_prefix_note_ends_as_a_sentence_may() -> None:
+    assert prefix_note(common_prefix(LORA)) == "All names are below m.base_model.model.model.layers"
+    assert prefix_note("") == ""
 
 
 def test_short_beginnings_and_single_names_stay() -> None:

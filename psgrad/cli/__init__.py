@@ -1,4 +1,4 @@
-"""The command line: words in, exit code out."""
+"""The command line: one file for each command."""
 
 from __future__ import annotations
 

@@ -33,11 +33,11 @@ Limit = Annotated[
     float | None,
     typer.Option("--limit", metavar="N|FRACTION", parser=_limit, help="Only the first N samples, or a fraction of them: a PARTIAL run."),
 ]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in the run folder, if it was interrupted.")]
-Check = Annotated[bool, typer.Option("--check", help="Evaluate the config's gate at the end, and leave with its exit code.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in the run folder, if it was interrupted.")]
+Check = Annotated[bool, typer.Option("--check", help="Evaluate the config's gate at the end, and exit with its code.")]
 Report = Annotated[bool, typer.Option("--report/--no-report", help="Draw plots and report.html; psgrad report makes them later.")]
-Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Nothing on stderr but errors and the verdict of --check.")]
-Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Also tell how it was computed, and what took how long.")]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print nothing on stderr except errors and the verdict of --check.")]
+Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Also print how it was computed, and the time of each part.")]
 
 
 def analyze(
@@ -55,10 +55,10 @@ def analyze(
     shown: ProgressOption = ProgressStyle.auto,
     debug: Debug = False,
 ) -> None:
-    """Measure each sample by its own gradient: who pulls hardest, who is an outlier, what the measures of the config say.
+    """Compute the gradient of each sample, rank the samples, find outliers, and compute the measures of the config.
 
-    Prints the top of the ranking, then the path of the run folder with the whole table, the measures, the plots and report.html. What is
-    wrong with a config, psgrad validate tells sooner.
+    Prints the top of the ranking, then the path of the run folder with the whole table, the measures, the plots and report.html.
+    psgrad validate lists the mistakes of a config faster.
     """
     with boundary(debug):
         _require_one_of(quiet and verbose, "--quiet", "--verbose")

@@ -14,14 +14,15 @@ from psgrad.cli.options import Debug
 if TYPE_CHECKING:
     from psgrad.results.baseline import BaselineChange
 
-BaselinePath = Annotated[Path, typer.Option("--output", metavar="FILE", help="The baseline: a new file, or the one that is to shrink.")]
-Grow = Annotated[bool, typer.Option("--grow", help="Also take new findings into a baseline that is there, and the scores of this run.")]
+BaselinePath = Annotated[Path, typer.Option("--output", metavar="FILE", help="The baseline: a new file, or an existing one.")]
+Grow = Annotated[bool, typer.Option("--grow", help="Also add new findings, and the scores of this run, to an existing baseline.")]
 
 
 def baseline_save(run: Run, output: BaselinePath = Path("psgrad-baseline.json"), grow: Grow = False, debug: Debug = False) -> None:
-    """Accept what a finished run has found, so that later gates count only what is new; keep its scores to judge later samples by.
+    """Accept the findings of a finished run, so that later gates count only new ones; store its scores as a reference for later samples.
 
-    A baseline that is there only shrinks: entries that are gone are dropped, and new findings are refused unless --grow is given.
+    An existing baseline only becomes smaller: entries that are no longer found are dropped, and new findings are refused, unless --grow
+    is given.
     Prints the path of the file.
     """
     with boundary(debug):

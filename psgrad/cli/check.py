@@ -40,7 +40,7 @@ GateSettings = Annotated[
 ]
 AFormat = Annotated[Format, typer.Option("--format", help="How the verdict is written.", show_choices=True)]
 ToFile = Annotated[Path | None, typer.Option("--output", metavar="FILE", help="Write it to a file, not to standard output.")]
-ExitZero = Annotated[bool, typer.Option("--exit-zero", help="Leave with 0 whatever the verdict is; errors keep their exit codes.")]
+ExitZero = Annotated[bool, typer.Option("--exit-zero", help="Exit with 0 whatever the verdict is; errors keep their exit codes.")]
 
 
 def check(
@@ -52,9 +52,9 @@ def check(
     exit_zero: ExitZero = False,
     debug: Debug = False,
 ) -> None:
-    """Evaluate the gate of a finished run: how many outliers and non-finite samples it may hold.
+    """Evaluate the gate of a finished run: its limits on outliers and on samples that are not finite.
 
-    Exit codes: 0 passed, 1 failed, 2 a wrong option or config, 3 a run that can't be read, 4 not evaluable, which is no pass. Keeps
+    Exit codes: 0 passed, 1 failed, 2 a wrong option or config, 3 a run that can't be read, 4 not evaluable, which is not a pass. Writes
     findings.jsonl and check.json in the run folder. Needs neither the model nor the data.
     """
     with boundary(debug):

@@ -25,7 +25,7 @@ class DiffFormat(StrEnum):
 
 RunA = Annotated[Path, typer.Argument(metavar="A", help="The folder of a finished psgrad analyze: the earlier run.", show_default=False)]
 RunB = Annotated[Path, typer.Argument(metavar="B", help="The folder of the later run.", show_default=False)]
-Top = Annotated[int, typer.Option("--top", metavar="N", min=1, help="How many samples of each change are named.")]
+Top = Annotated[int, typer.Option("--top", metavar="N", min=1, help="How many samples of each change are listed.")]
 AFormat = Annotated[DiffFormat, typer.Option("--format", help="How the comparison is written.")]
 ToFile = Annotated[
     Path | None,
@@ -36,9 +36,9 @@ ToFile = Annotated[
 
 
 def diff(a: RunA, b: RunB, top: Top = 20, style: AFormat = DiffFormat.terminal, output: ToFile = None, debug: Debug = False) -> None:
-    """Compare two finished runs: which samples came, went, rose and fell, and how alike the two rankings are.
+    """Compare two finished runs: which samples are new, gone, higher or lower, and how similar the two rankings are.
 
-    Samples are matched by their id where the config names one, else by their content. Needs neither the model nor the data.
+    Samples are matched by their id if the config names one, else by their content. Needs neither the model nor the data.
     """
     with boundary(debug):
         from psgrad.workflows.comparing import diff as compared

@@ -15,7 +15,7 @@ from psgrad.errors import EXIT_GATE_FAILED
 
 CanaryCount = Annotated[
     int | None,
-    typer.Option("--canaries", metavar="N", min=1, help="Records with planted gradients. Left out: up to 5,000, as there is room."),
+    typer.Option("--canaries", metavar="N", min=1, help="Records with planted gradients. Left out: as many as fit, up to 5,000."),
 ]
 Steps = Annotated[
     int | None,
@@ -25,7 +25,7 @@ Confidence = Annotated[
     float, typer.Option("--confidence", metavar="P", help="Of the lower bound; a correct run passes with at least this.")
 ]
 CanariesOnly = Annotated[
-    bool, typer.Option("--canaries-only", help="Leave the dataset's records out: faster, and the result may be published.")
+    bool, typer.Option("--canaries-only", help="Use no records of the dataset: faster, and the result may be published.")
 ]
 AuditOutput = Annotated[
     Path | None,
@@ -49,9 +49,9 @@ def dp_audit(
 ) -> None:
     """Attack the steps that a config describes: a lower bound on epsilon beside the accounted one, the noise, the true sensitivity.
 
-    Takes the config's private steps with canaries, records with planted gradients that are in by the toss of a coin, and guesses the
-    coins; then takes one step on neighbouring datasets with the same random numbers. Trains nothing, spends nothing, and leaves a run
-    in the config's output alone. Exit code 1 where the declared guarantee is contradicted.
+    Takes the config's private steps with canaries: records with planted gradients that are in the data by the toss of a coin. Guesses
+    the coins. Then takes one step on neighbouring datasets with the same random numbers. Trains nothing, spends nothing, and does not
+    change a run in the config's output. Exit code 1 if the declared guarantee is contradicted.
     """
     with boundary(debug):
         resolved = read_config(config, settings, None)

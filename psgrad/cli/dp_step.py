@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from psgrad.results import DPPlanResult, DPStepResult
 
 Steps = Annotated[int, typer.Option("--steps", metavar="N", min=1, help="Take N of the planned steps.")]
-Plan = Annotated[bool, typer.Option("--plan", help="Only tell what the planned steps would cost; reads no data and takes no step.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in the run folder.")]
+Plan = Annotated[bool, typer.Option("--plan", help="Only compute what the planned steps would cost; reads no data and takes no step.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in the run folder.")]
 Moved = Annotated[
-    bool, typer.Option("--moved", help="With --resume: the run folder was moved, and no copy of it will go on; the ledger then says so.")
+    bool, typer.Option("--moved", help="With --resume: the run folder was moved, and no copy of it will continue; the ledger then says so.")
 ]
 Seeded = Annotated[
-    bool, typer.Option("--insecure-deterministic", help="Allow noise.seed, for tests: who knows the seed can take the noise off.")
+    bool, typer.Option("--insecure-deterministic", help="Allow noise.seed, for tests: whoever knows the seed can subtract the noise.")
 ]
-ShowPrivate = Annotated[bool, typer.Option("--show-private", help="Also tell batch sizes, losses and norms, on stderr: NOT PRIVATE.")]
+ShowPrivate = Annotated[bool, typer.Option("--show-private", help="Also print batch sizes, losses and norms, on stderr: NOT PRIVATE.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object: the content of public/step.json, or the plan.")]
 
 
@@ -48,7 +48,7 @@ def dp_step(
 
     Prints what was spent and what it protects, then the run folder, of which public/ may be published.
 
-    docs/dp.md says what is guaranteed, and what is outside it.
+    docs/explanation/dp.md says what is guaranteed, and what is outside it.
     """
     style = "json" if as_json else "terminal"
     with boundary(debug):

@@ -31,18 +31,18 @@ Top = Annotated[int | None, typer.Option("--top", metavar="N", min=1, help="How 
 MethodName = Annotated[
     str | None, typer.Option("--method", metavar="NAME", help="Method, with its default options.", autocompletion=complete_method)
 ]
-Matrix = Annotated[bool, typer.Option("--matrix", help="Also write all scores, a row a training example, as matrix.safetensors.")]
-Report = Annotated[bool, typer.Option("--report/--no-report", help="Draw plots and report.html; without them answers come sooner.")]
+Matrix = Annotated[bool, typer.Option("--matrix", help="Also write all scores, one row for each training example, as matrix.safetensors.")]
+Report = Annotated[bool, typer.Option("--report/--no-report", help="Draw plots and report.html; without them the command is faster.")]
 Evaluate = Annotated[
     Kind | None,
     typer.Option(
         "--evaluate",
-        help="Rank nothing, but retrain and compare: without one example (loo), on subsets (lds), with wrong labels (mislabel), or without "
+        help="Do not rank, but retrain and compare: without one example (loo), on subsets (lds), with wrong labels (mislabel), or without "
         "the strongest proponents (removal).",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object in place of the tables.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with an index that was interrupted.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue an index that was interrupted.")]
 OverwriteIndex = Annotated[bool, typer.Option("--overwrite", help="Replace an index that is there already.")]
 
 
@@ -63,9 +63,9 @@ def influence(
     """Rank the training examples by their influence on each query, and on all queries together.
 
     A positive score: the training example helps the query. The unit is printed; for most methods it is the predicted rise of the
-    query's loss if the example were removed. Prints the strongest for the first queries, then the path of the run folder.
+    query's loss if the example were removed. Prints the strongest examples for the first queries, then the path of the run folder.
 
-    `psgrad influence index CONFIG` builds the config's index, from which any number of queries are answered in seconds.
+    `psgrad influence index CONFIG` builds the config's index, with which any number of queries take seconds.
     """
     style = "json" if as_json else "terminal"
     with boundary(debug):
@@ -90,9 +90,9 @@ def influence_index(
     shown: ProgressOption = ProgressStyle.auto,
     debug: Debug = False,
 ) -> None:
-    """Build the index of a config: its training gradients on the disk, computed once, to answer many queries.
+    """Build the index of a config: its training gradients on disk, computed once for many queries.
 
-    `influence.index` of the config says where it is and what it holds. Prints its path.
+    `influence.index` of the config says where it is and what it stores. Prints its path.
     """
     with boundary(debug):
         resolved = read_config(config, settings, None)

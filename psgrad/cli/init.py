@@ -45,13 +45,13 @@ _HOW = (
     "Paths are relative to this file, output to the current directory."
 )
 
-Folder = Annotated[Path, typer.Argument(metavar="[DIR]", help="Folder to write to; made where it is not there.", show_default=False)]
+Folder = Annotated[Path, typer.Argument(metavar="[DIR]", help="Folder to write to; created if it does not exist.", show_default=False)]
 KindOption = Annotated[Kind, typer.Option("--kind", help="What the samples are.")]
 OverwriteFiles = Annotated[bool, typer.Option("--overwrite", help="Replace files of the same names.")]
 
 
 def init(folder: Folder = Path(), kind: KindOption = Kind.image, overwrite: OverwriteFiles = False, debug: Debug = False) -> None:
-    """Write a commented config with a small model, its weights and data beside it: it runs as it is, and is there to be changed.
+    """Write a commented config, a small model, its weights and its data. They run as they are; change them to your own.
 
     Prints the files that it wrote.
     """

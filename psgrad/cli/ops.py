@@ -35,9 +35,9 @@ def ops(
 ) -> None:
     """List PyTorch's operators, and how each is differentiated and batched.
 
-    "own rule" and "constant" (zero derivative) say that psgrad knows the operator itself; "decomposed", that it runs as a program of
-    other operators and is refused by name where one of those is. An in-place operator is carried out by its namesake without the
-    underscore. docs/operators.md has what was compared with PyTorch's own derivatives.
+    "own rule" and "constant" (zero derivative): psgrad has a rule for the operator. "decomposed": it runs as a program of other
+    operators, and is refused by name if one of those is. An in-place operator runs as the operator of the same name without the
+    underscore. docs/reference/operators.md lists what was compared with PyTorch's own derivatives.
     """
     with boundary(debug):
         from psgrad.engine.transforms.rules.coverage import Coverage, coverage

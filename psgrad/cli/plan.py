@@ -17,10 +17,10 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object in place of the table.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Tell what `analyze` would do with a config, and the time and memory that it would take, without going through the dataset.
+    """Predict what `analyze` does with a config, and its time and memory, without a pass over the dataset.
 
-    Prints for each parameter which terms its gradients are sums of and in which order they are contracted, then the chunk size, the
-    time and the memory. Runs the first few rows. A machine's speed is measured the first time, and kept in the user's cache folder.
+    Prints for each parameter the terms of its gradients and their order of contraction, then the chunk size, the time and the memory.
+    Runs the first few rows. The speed of a machine is measured the first time, and stored in the user's cache folder.
     """
     with boundary(debug):
         resolved = read_config(config, settings, None)

@@ -86,6 +86,9 @@ class PlainDisplay:
         self._unsaid: str | None = None
 
     def __call__(self, progress: Progress) -> None:
+        if progress.message and not progress.total:
+            self._write(progress.message)
+            return
         now = self._clock()
         if progress.phase != self._phase:
             self._say_progress()
@@ -134,6 +137,8 @@ class BarDisplay:
     def __call__(self, progress: Progress) -> None:
         if progress.message:
             self._bars.console.print(progress.message)
+            if not progress.total:
+                return
         if self._task is None or progress.phase != self._phase:
             self._end_phase()
             self._task = self._bars.add_task(progress.phase, total=None, completed=progress.done)

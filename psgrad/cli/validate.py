@@ -13,7 +13,7 @@ from psgrad.cli.options import AsJson, ConfigPath, Debug, Output, Settings, sett
 if TYPE_CHECKING:
     from psgrad.workflows.validating import Validation
 
-Deep = Annotated[bool, typer.Option("--deep", help="Also load model and data, and take a few rows through loss and gradients.")]
+Deep = Annotated[bool, typer.Option("--deep", help="Also load model and data, and compute loss and gradients of a few rows.")]
 
 
 def validate(
@@ -24,10 +24,10 @@ def validate(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Tell everything that is wrong with a config and the files that it names, all at once, without running it.
+    """List all mistakes in a config and in the files that it names, without running it.
 
-    Reads headers only: columns, types and lengths of the data, the tensors of checkpoints; looks for the code that the config names, but
-    does not import it. Exit code 2 where the config is wrong, 3 where it is what the config names.
+    Reads headers only: columns, types and lengths of the data, the tensors of checkpoints. Finds the code that the config names, but
+    does not import it. Exit code 2 if the config is wrong, 3 if a file or code that it names is wrong.
     """
     with boundary(debug):
         from psgrad.workflows.validating import as_record

@@ -1,4 +1,4 @@
-"""What a user may write in the YAML file, and how every mistake in it is told: all at once, with file, line and a suggestion."""
+"""The YAML file: its sections, and its validation, which reports all mistakes at once with file, line and a suggestion."""
 
 from psgrad.config.analysis import AnalyzeConfig, DetectorConfig, GateConfig, MeasureConfig, OutlierConfig, ReferenceConfig
 from psgrad.config.evaluation import EvaluationConfig, EvaluationKind, TrainConfig, TuningConfig

@@ -56,17 +56,17 @@ class OutlierConfig(Section):
     """Who is an outlier. Without a reference there is a review list only, never a verdict."""
 
     score: str = "grad_norm"
-    """The column that samples are judged by: a column of samples.parquet with one number a sample."""
+    """The column by which samples are judged: a column of samples.parquet with one number for each sample."""
     tail: Literal["upper", "lower"] = "upper"
     """Which end of the score is suspect."""
     reference: ReferenceConfig | None = None
-    """Trusted samples that others are judged against; without them there is a review list only."""
+    """Trusted samples that others are compared with; without them there is only a review list."""
     fdr: Annotated[Finite, Field(gt=0, lt=1)] = 0.1
     """The share of false discoveries among the outliers that is accepted, on average."""
     group_by: str | None = None
     """Samples are compared within their group: class, length, or a column of samples.parquet or of the dataset."""
     min_group: Annotated[int, Field(ge=2)] = 50
-    """Groups of fewer samples (of trusted ones, where there is a reference) are joined, and judged as one group."""
+    """Groups of fewer samples (of trusted ones, if there is a reference) are joined, and judged as one group."""
     detectors: list[DetectorConfig] = Field(default_factory=list)
     """Detectors of outliers among projected gradients; only `score` decides, which may be a detector's."""
 
@@ -90,15 +90,15 @@ class AnalyzeConfig(Section):
     top: Annotated[int, Field(ge=1)] = 20
     """How many samples are shown."""
     review_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.01
-    """Share of the samples on the review list where there is no reference."""
+    """Share of the samples on the review list if there is no reference."""
     measures: list[MeasureConfig] = Field(default_factory=list)
-    """Measured of each sample besides norm, loss and prediction; docs/measures.md lists them."""
+    """What is computed besides norm, loss and prediction; docs/reference/measures.md lists the measures."""
     checkpoints: list[FilePath] | None = None
-    """Moments of training, in order: measures that follow samples through training look at each."""
+    """Checkpoints of one training run, in order, for the measures that follow samples through training."""
     seed: Annotated[int, Field(ge=0)] = 0
-    """Seed of whatever measures draw."""
+    """Seed of the random numbers of measures."""
     outliers: OutlierConfig = Field(default_factory=OutlierConfig)
-    """Who is an outlier."""
+    """Which samples are outliers."""
 
     @model_validator(mode="after")
     def _each_once(self) -> AnalyzeConfig:
@@ -118,17 +118,17 @@ class GateConfig(Section):
     """
 
     max_outliers: Annotated[int, Field(ge=0)] | None = None
-    """At most so many outliers; null for any number."""
+    """The largest number of outliers that passes; null for any number."""
     max_fraction: Annotated[Finite, Field(ge=0, le=1)] | None = None
-    """At most this share of the samples may be outliers; null for any share."""
+    """The largest share of outliers that passes; null for any share."""
     nonfinite: Literal["error", "warning", "ignore"] = "error"
-    """What a loss or gradient that is NaN or infinite is."""
+    """The level of a loss or gradient that is NaN or infinite."""
     new_only: bool = False
-    """Count only what the baseline does not know."""
+    """Count only what is not in the baseline."""
     baseline: FilePath | None = None
-    """Findings that are known already: a file of `psgrad baseline save`, relative to this config."""
+    """Findings that are not counted: a file of `psgrad baseline save`, relative to this config."""
     ignore: FilePath | None = None
-    """Findings that are accepted, each with a reason: a YAML file, relative to this config."""
+    """Findings that a person has accepted, each with a reason: a YAML file, relative to this config."""
 
     @model_validator(mode="after")
     def _new_to_what(self) -> GateConfig:

@@ -34,11 +34,11 @@ class TrainConfig(Section):
     function: CallableSpec | None = None
     """module:callable, called as train(model, inputs, target, seed); null for the built-in trainer."""
     optimizer: Literal["sgd", "adam", "adamw", "newton"] = "adam"
-    """Of the built-in trainer; newton is for convex objectives alone."""
+    """Of the built-in trainer; newton is for convex objectives only."""
     epochs: Annotated[int, Field(ge=1)] = 50
     """Passes over the training rows; of sgd, adam and adamw."""
     batch_size: Annotated[int, Field(ge=1)] = 64
-    """Rows a step; of sgd, adam and adamw."""
+    """Rows in each step; of sgd, adam and adamw."""
     learning_rate: Annotated[Finite, Field(gt=0)] = 1e-3
     """Of sgd, adam and adamw."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -46,7 +46,7 @@ class TrainConfig(Section):
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Of sgd."""
     weight_decay: Annotated[Finite, Field(ge=0)] = 0.0
-    """As torch's optimisers have it; newton holds n * weight_decay fixed on removal."""
+    """As in torch's optimisers; newton keeps n * weight_decay fixed on removal."""
     tolerance: Annotated[Finite, Field(gt=0)] = 1e-10
     """Norm of the gradient at which newton stops."""
     together: Annotated[int, Field(ge=1)] = 100
@@ -80,7 +80,7 @@ class TuningConfig(Section):
     subsets: Annotated[int, Field(ge=3)] = 30
     """How many other subsets dampings are chosen on."""
     queries: Annotated[int, Field(ge=1)] = 60
-    """Queries set aside for it, at random, and not reported."""
+    """Queries used for tuning only, drawn at random, and not reported."""
     dampings: list[Annotated[Finite, Field(gt=0)]] = Field(
         default_factory=lambda: [1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0], min_length=1
     )
@@ -95,7 +95,7 @@ class EvaluationConfig(Section):
     methods: list[MethodConfig] = Field(default_factory=list)
     """Methods compared with influence.method, in the same tables."""
     queries: Annotated[int, Field(ge=1)] | None = None
-    """At most so many of the queries, at random; null for all."""
+    """The largest number of queries, drawn at random; null for all."""
     seeds: Annotated[int, Field(ge=1)] = 3
     """Trainings of each subset (lds), removal (loo, removal) or set of flips (mislabel: each set has one)."""
     seed: Annotated[int, Field(ge=0)] = 0
@@ -117,7 +117,7 @@ class EvaluationConfig(Section):
     ks: list[Annotated[int, Field(ge=1)]] = Field(default_factory=lambda: [10, 20, 50], min_length=1)
     """Of removal: how many proponents are left out."""
     explained: Annotated[int, Field(ge=2)] = 20
-    """Of removal: of how many queries."""
+    """Of removal: for how many queries."""
 
     @model_validator(mode="after")
     def _highest_are_removals(self) -> EvaluationConfig:

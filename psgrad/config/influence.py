@@ -26,7 +26,7 @@ class QueriesConfig(DataConfig):
     """
 
     rows: list[Annotated[int, Field(ge=0)]] | None = None
-    """Rows to ask about, counted from 0; left out, all of them."""
+    """The rows that are queries, counted from 0; left out, all of them."""
 
     @model_validator(mode="after")
     def _one_source(self) -> QueriesConfig:
@@ -57,7 +57,7 @@ class QueriesConfig(DataConfig):
 
 
 class CheckpointConfig(Section):
-    """One moment of training: the weights, and the learning rate that the optimiser had then."""
+    """One checkpoint: the weights, and the learning rate that the optimiser had then."""
 
     path: FilePath
     """The weights, relative to this config."""
@@ -79,7 +79,7 @@ class IndexConfig(Section):
     path: FilePath
     """Folder of the index, relative to the current directory."""
     dimension: Annotated[int, Field(ge=1)] = 2048
-    """Numbers kept of each gradient."""
+    """Numbers stored for each gradient."""
     projection: Literal["sparse", "rademacher", "gaussian", "two-sided", "none"] = "sparse"
     """How gradients are projected; none keeps them whole."""
     seed: Annotated[int, Field(ge=0)] = 0
@@ -87,7 +87,7 @@ class IndexConfig(Section):
     features: Literal["loss", "margin"] = "loss"
     """Gradients of the loss, or of the margin (for trak)."""
     dtype: Literal["float64", "float32", "float16", "bfloat16"] = "float32"
-    """Precision of what is kept."""
+    """Precision of the stored numbers."""
     rows_per_shard: Annotated[int, Field(ge=1)] = 4096
     """Rows in each file of the index."""
 
@@ -110,7 +110,7 @@ class MeasurementConfig(Section):
     number. `larger_is` says whether a large one is good for the query; it is known for the named ones."""
 
     name: Annotated[str, AfterValidator(_measurement_name)] = "loss"
-    """loss, margin, logit, or module:callable(output, target) that returns one number a query."""
+    """loss, margin, logit, or module:callable(output, target) that returns one number for each query."""
     larger_is: Literal["better", "worse"] | None = None
     """Of a callable of your own: whether a large value is good for the query."""
 
@@ -137,15 +137,15 @@ class InfluenceConfig(Section):
     }
 
     queries: QueriesConfig | None = None
-    """Whom to explain; by default the training rows themselves."""
+    """The samples to explain; by default the training rows themselves."""
     method: MethodConfig = Field(default_factory=MethodConfig)
-    """How influence is estimated; docs/influence.md lists the methods and their options."""
+    """How influence is estimated; docs/explanation/influence.md lists the methods and their options."""
     measurement: MeasurementConfig = Field(default_factory=MeasurementConfig)
-    """What of a query is explained."""
+    """The number of a query that is explained."""
     parameters: ParameterPatterns = None
     """Patterns of parameter names, such as [head.*]; null for all trainable ones."""
     checkpoints: list[CheckpointConfig] | None = None
-    """Moments of one training run; by default model.checkpoint alone."""
+    """Checkpoints of one training run; by default only model.checkpoint."""
     top: Annotated[int, Field(ge=1)] = 10
     """Examples of either sign ranked for each query."""
     layers: Literal["none", "parameter", "module"] = "none"
@@ -155,12 +155,12 @@ class InfluenceConfig(Section):
     index: IndexConfig | None = None
     """An index of the training gradients, built by `psgrad influence index`."""
     self_influence: Literal["auto", "always", "never"] = "auto"
-    """Each example's influence on itself; auto leaves it out where it would cost a solve an example."""
+    """Each example's influence on itself; auto leaves it out if it would cost one solve for each example."""
     check: Literal["auto", "always", "never"] = "auto"
-    """Whether a few of the largest predicted changes are held against training that goes on without the row; auto takes as many steps as
-    fit into ten seconds, or into half of the time of the scores."""
+    """Whether a few of the largest predicted changes are compared with training that continues without the row; auto takes as many steps
+    as fit into ten seconds, or into half of the time of the scores."""
     evaluate: EvaluationConfig = Field(default_factory=EvaluationConfig)
-    """`psgrad influence --evaluate`: models trained again, to see whether scores are true."""
+    """`psgrad influence --evaluate`: models are trained again, and scores are compared with the result."""
 
     @model_validator(mode="after")
     def _each_checkpoint_once(self) -> InfluenceConfig:

@@ -54,11 +54,11 @@ class ClippingConfig(Section):
     norm: Annotated[Finite, Field(gt=0)] | None = None
     """The bound on one record's gradient."""
     groups: Annotated[Literal["flat", "layer", "parameter"] | dict[str, float], BeforeValidator(_groups)] = "flat"
-    """flat (one bound), layer or parameter (shared out equally), or patterns of parameter names with a bound each."""
+    """flat (one bound), layer or parameter (divided equally), or patterns of parameter names with a bound each."""
     rule: Literal["clip", "automatic"] = "clip"
-    """clip scales what is longer down to the bound; automatic scales all to bound / (norm + stability)."""
+    """clip scales longer gradients down to the bound; automatic scales all to bound / (norm + stability)."""
     stability: Annotated[Finite, Field(gt=0)] = 0.01
-    """Of rule: automatic."""
+    """The constant in bound / (norm + stability), of rule: automatic."""
     adaptive: AdaptiveConfig | None = None
     """A bound that follows a quantile of the norms."""
 
@@ -98,7 +98,7 @@ class ScheduleConfig(Section):
     kind: Literal["constant", "step", "exponential", "list"]
     """constant: 1. step: factor^(t // every). exponential: factor^t. list: one number a step."""
     every: Annotated[int, Field(ge=1)] | None = None
-    """Of step: how many steps a level lasts."""
+    """Of step: how many steps a multiplier lasts."""
     factor: Annotated[Finite, Field(gt=0)] | None = None
     """Of step and exponential."""
     multipliers: list[Annotated[Finite, Field(gt=0)]] | None = None
@@ -133,13 +133,13 @@ class NoiseConfig(Section):
     mechanism: Literal["gaussian", "discrete_gaussian"] = "gaussian"
     """The kind of noise."""
     grid: Annotated[Finite, Field(gt=0)] | None = None
-    """Of discrete_gaussian: step of the grid that records are rounded to; null lets the bound and the model's size decide."""
+    """Of discrete_gaussian: step of the grid that records are rounded to; null to derive it from the bound and the model's size."""
     generator: Literal["aes", "torch"] = "aes"
     """Where random numbers come from: aes is cryptographic."""
     schedule: ScheduleConfig = Field(default_factory=lambda: ScheduleConfig(kind="constant"))
     """The multiplier of step t = 0, 1, ..., as a multiple of the one above."""
     seed: Annotated[int, Field(ge=0)] | None = None
-    """For tests, with --insecure-deterministic: who knows the seed can take the noise off."""
+    """For tests, with --insecure-deterministic: whoever knows the seed can subtract the noise."""
 
     @model_validator(mode="after")
     def _one_amount(self) -> NoiseConfig:

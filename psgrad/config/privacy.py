@@ -87,17 +87,17 @@ class PrivacyConfig(Section):
     sampling: SamplingConfig
     """How the records of a step are drawn."""
     relation: RelationName
-    """What neighbouring datasets are; by default the scheme's own."""
+    """Which datasets are neighbours; by default the first relation of the scheme."""
     unit: UnitConfig | None = None
-    """Who is protected, where it is not a row: all rows with one value in a column."""
+    """What a record is, if it is not a row: all rows with one value in a column."""
     augmentation: AugmentationConfig | None = None
     """Each row stands for several copies of itself."""
     clipping: ClippingConfig
-    """What each record's gradient is scaled down to."""
+    """The bound on each record's gradient."""
     noise: NoiseConfig
-    """How much noise, and of which kind."""
+    """The amount and the kind of noise."""
     optimizer: OptimizerConfig
-    """What is made of the noisy gradient."""
+    """The optimiser that uses the noisy gradient."""
     trainable: ParameterPatterns = None
     """Patterns of parameter names that are trained; null for all trainable ones."""
     loss_scaling: Annotated[Literal["none"], BeforeValidator(_loss_scaling)] = "none"

@@ -46,13 +46,13 @@ class SamplingConfig(Section):
     }
 
     scheme: Scheme
-    """poisson: each record by itself. truncated_poisson: at most so many of them. fixed: batches of one size."""
+    """poisson: each record independently. truncated_poisson: the same, with a largest batch. fixed: batches of one size."""
     sample_rate: Annotated[Finite, Field(gt=0, le=1)] | None = None
     """Of the poisson schemes: the probability of each record."""
     batch_size: Annotated[int, Field(ge=1)] | None = None
     """Of fixed: records in a batch."""
     max_batch_size: Annotated[int, Field(ge=1)] | None = None
-    """Of truncated_poisson: at most so many records."""
+    """Of truncated_poisson: the largest number of records."""
     dataset_size: Annotated[int, Field(ge=1)] | None = None
     """Of truncated_poisson: the number of records, which is public then."""
 
@@ -93,9 +93,9 @@ class UnitConfig(Section):
     """
 
     column: str
-    """The column that says whom a row belongs to."""
+    """The column that says which record a row belongs to."""
     combine: Literal["mean", "sum"] = "mean"
-    """How a record's rows are put together before the clipping."""
+    """How a record's rows are combined before the clipping."""
     max_rows: Annotated[int, Field(ge=1)] | None = None
     """Rows of a record that count, the first ones; null for all."""
 

@@ -82,7 +82,7 @@ class ModelConfig(Section):
     checkpoint: FilePath | None = None
     """The weights: .safetensors, .safetensors.index.json, .pt, .pth or .ckpt, relative to this config."""
     state_dict_key: str | None = None
-    """Where in a .pt, .pth or .ckpt file the weights lie."""
+    """The place of the weights in a .pt, .pth or .ckpt file."""
     mode: Literal["eval", "train"] = "eval"
     """Whether the model runs as in evaluation or as in training (dropout on)."""
 
@@ -97,7 +97,7 @@ class LossConfig(Section):
     """The loss of one sample: a known name with its options, or a callable of the user's own. A bare string is the name alone."""
 
     name: Annotated[str, AfterValidator(_loss_name)]
-    """A known loss, or module:callable(output, target) that returns one number a sample."""
+    """A known loss, or module:callable(output, target) that returns one number for each sample."""
     label_smoothing: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the label spread over all classes; of cross_entropy and token_cross_entropy."""
     weight: list[Annotated[Finite, Field(ge=0)]] | None = None
@@ -105,9 +105,9 @@ class LossConfig(Section):
     ignore_index: int | None = None
     """Targets with this value don't count; of cross_entropy, token_cross_entropy and nll."""
     beta: Annotated[Finite, Field(gt=0)] = 1.0
-    """Where smooth_l1 turns from squares to absolute values, in the target's unit."""
+    """The error at which smooth_l1 changes from squares to absolute values, in the target's unit."""
     delta: Annotated[Finite, Field(gt=0)] = 1.0
-    """Where huber turns from squares to absolute values, in the target's unit."""
+    """The error at which huber changes from squares to absolute values, in the target's unit."""
 
     @model_validator(mode="before")
     @classmethod
@@ -166,21 +166,21 @@ class EngineConfig(Section):
     """How the gradients are computed."""
 
     device: str = "auto"
-    """auto (a GPU where there is one), cpu, cuda or cuda:N."""
+    """auto (a GPU if there is one), cpu, cuda or cuda:N."""
     chunk_size: Annotated[int | Literal["auto"], BeforeValidator(_chunk_size)] = "auto"
     """Rows computed together; auto fits them to the memory."""
     memory: Annotated[int | Literal["auto"], BeforeValidator(_memory)] = "auto"
-    """What a chunk of rows may take: a size such as 2GiB; auto is a share of what is free."""
+    """The memory of a chunk: a size such as 2GiB; auto is a share of the free memory."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     """Precision; bfloat16 is mixed: products in bfloat16, parameters, sums and norms in float32."""
     verify: Annotated[int, Field(ge=0)] = 3
     """Rows whose gradient is checked against a plain one-sample gradient; 0 for none."""
     capture: Literal["auto", "off"] = "auto"
-    """Whether a chunk's operators are recorded once and replayed; off for models that change from row to row."""
+    """Whether a chunk's operators are captured once and replayed; off for models that change from row to row."""
     compile: Literal["none", "inductor"] = "none"
-    """Whether what was captured is compiled."""
+    """Whether the captured program is compiled."""
     machine: FilePath | None = None
-    """A JSON file of this machine's speeds; by default those that `psgrad plan` measured."""
+    """A JSON file with this machine's speeds; by default those that `psgrad plan` measured."""
 
     @model_validator(mode="after")
     def _memory_sizes_automatic_chunks(self) -> EngineConfig:

@@ -1,4 +1,4 @@
-"""The rows of a dataset as one model sees them: all that an influence method asks of training examples, and of queries."""
+"""The rows of a dataset with a model and the scalar that is differentiated: training examples, or queries."""
 
 from __future__ import annotations
 

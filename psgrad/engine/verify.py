@@ -1,7 +1,7 @@
-"""The self-check: a few samples' gradients beside those of PyTorch's own autograd, one sample at a time.
+"""The self-check: compares a few samples' gradients with those of PyTorch's own autograd, one sample at a time.
 
-This is the one module of psgrad that calls torch.autograd, as a witness and never as a source of results. Nothing that computes
-may import it; only the workflows do.
+This is the only module of psgrad that calls torch.autograd, for comparison and never as a source of results. Nothing that
+computes may import it; only the workflows do.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""From the names in a config to a live model, loss and dataset."""
+"""Loads the model, the loss and the dataset that a config names."""

@@ -1,7 +1,7 @@
 """Which code runs, as hashes: the file of a callable, all files of the user's own that it imports, and the versions of installed packages.
 
 Imports are read off the source, as some run only when a function is called, and others were run before by somebody else; modules that the
-code was seen to import under a computed name are added.
+code was seen to import under a computed name, while it was imported or called, are added.
 """
 
 from __future__ import annotations
@@ -61,15 +61,17 @@ class _Walk:
         while waiting:
             name = waiting.pop()
             package = name.partition(".")[0]
-            if name in self._met or package == "psgrad" or package in sys.stdlib_module_names:
+            if name in self._met or package == "psgrad":
                 continue
             self._met.add(name)
             file = _file_of(name)
-            if file is None:
+            own = file is not None and not is_installed(file)
+            if file is None or (package in sys.stdlib_module_names and not own):
                 continue
-            own = not _is_installed(file)
-            if not own:
-                self.packages[package] = _version(package)
+            if not own and (version := _version(package)) is not None:
+                self.packages[package] = version
+            else:
+                own = True  # what has no version is known by its files
             if (own or whole) and file.is_file():
                 label = file.name if name == "__main__" or name.startswith("psgrad_file_") else name
                 self.files[label] = sha256_of(file)
@@ -108,10 +110,25 @@ def _imports_of(file: Path, name: str) -> Iterator[str]:
             for each in node.names:
                 yield from _prefixes(each.name)
         elif isinstance(node, ast.ImportFrom):
-            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-            source = ".".join([*above, *([node.module] if node.module else [])])
+            source = ".".join([*_above(package, node.level), *([node.module] if node.module else [])])
             yield from _prefixes(source)
             yield from (f"{source}.{each.name}" for each in node.names if source)
+        elif isinstance(node, ast.Call) and _called(node.func) in ("import_module", "__import__") and node.args:
+            first = node.args[0]
+            if isinstance(first, ast.Constant) and isinstance(first.value, str):
+                level = len(first.value) - len(first.value.lstrip("."))
+                yield from _prefixes(".".join([*_above(package, level), first.value.lstrip(".")]))
+
+
+def _above(package: str, level: int) -> list[str]:
+    """The parts of the package that so many points begin at; of none where there is no point."""
+    parts = package.split(".")
+    return parts[: len(parts) - level + 1] if level else []
+
+
+def _called(function: ast.expr) -> str | None:
+    """The last name of what is called."""
+    return function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else None
 
 
 def _prefixes(name: str) -> Iterator[str]:
@@ -125,15 +142,17 @@ def _installed_roots() -> tuple[Path, ...]:
     return tuple({Path(each).resolve() for each in (*found, *site.getsitepackages(), site.getusersitepackages())})
 
 
-def _is_installed(file: Path) -> bool:
+@cache
+def is_installed(file: Path) -> bool:
+    """Whether a file is of an installed package, or of Python itself."""
     return bool({"site-packages", "dist-packages"} & set(file.parts)) or any(file.is_relative_to(root) for root in _installed_roots())
 
 
 @cache
-def _version(package: str) -> str:
-    """The version of an installed package; most are distributed under their own names, and asking for all names takes long."""
+def _version(package: str) -> str | None:
+    """The version of an installed package, or None; most are distributed under their own names, and asking for all names takes long."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         names = sorted(metadata.packages_distributions().get(package, ()))
-        return ", ".join(f"{name} {metadata.version(name)}" for name in names) or "of no known version"
+        return ", ".join(f"{name} {metadata.version(name)}" for name in names) or None

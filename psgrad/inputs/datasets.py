@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +55,7 @@ class DatasetSamples(Samples):
         ids = row_numbers(count) if config.id is None else unique_ids([self._id(row, config.id) for row in range(count)], config.id)
         units = None if unit is None else unit_ids(self._unit_column(unit, count), unit)
         super().__init__(ids, None, self._digest(count, units), units)
-        self.sources = tuple(each.__module__ for each in type(dataset).__mro__)
+        self.sources, self.code = tuple(each.__module__ for each in type(dataset).__mro__), (dataset,)
 
     def read(self, start: int, stop: int) -> Block:
         return self._stacked(range(start, stop))
@@ -70,22 +72,24 @@ class DatasetSamples(Samples):
     def content(self, count: int | None = None) -> str:
         """The SHA-256 of the rows, each of which is read for it; or of the dataset's own `fingerprint`, a text, if it has one.
 
-        A row that can't be read counts as what is wrong with it: whoever comes to that row says so, and keeps the rows before it.
+        A row that can't be read counts as what is wrong with it: whoever comes to that row says so, and keeps the rows before it. What rows
+        draw from the global generators is the same each time; a dataset with generators of its own is another one in each process.
         """
         digest = hashlib.sha256(self.fingerprint.encode())
         own = getattr(self._dataset, "fingerprint", None)
         if isinstance(own, str):
             digest.update(own.encode())
             return digest.hexdigest()
-        for row in range(len(self) if count is None else count):
-            try:
-                inputs, target = self._tensors(row)
-            except DataError as error:
-                digest.update(f"{row} {error}".encode())
-                continue
-            for tensor in (*inputs, *(() if target is None else (target,))):
-                digest.update(f"{row} {tensor.dtype} {list(tensor.shape)}".encode())
-                digest.update(tensor.contiguous().numpy().data)
+        with _drawing_the_same():
+            for row in range(len(self) if count is None else count):
+                try:
+                    inputs, target = self._tensors(row)
+                except DataError as error:
+                    digest.update(f"{row} {error}".encode())
+                    continue
+                for tensor in (*inputs, *(() if target is None else (target,))):
+                    digest.update(f"{row} {tensor.dtype} {list(tensor.shape)}".encode())
+                    digest.update(tensor.contiguous().numpy().data)
         return digest.hexdigest()
 
     def describe(self, row: int) -> str | None:
@@ -192,17 +196,33 @@ class DatasetSamples(Samples):
     def _digest(self, count: int, units: Array | None) -> str:
         """Of what is cheap to look at: what was called, the length, the first and the last item, whom the rows belong to."""
         digest = hashlib.sha256(json.dumps([self._config.factory, self._config.kwargs, count], sort_keys=True, default=str).encode())
-        for row in (0, count - 1):
-            try:
-                inputs, target = self._tensors(row)
-            except DataError as error:
-                digest.update(f"{row} {error}".encode())
-                continue
-            for tensor in (*inputs, *(() if target is None else (target,))):
-                digest.update(tensor.numpy().tobytes())
+        with _drawing_the_same():
+            for row in (0, count - 1):
+                try:
+                    inputs, target = self._tensors(row)
+                except DataError as error:
+                    digest.update(f"{row} {error}".encode())
+                    continue
+                for tensor in (*inputs, *(() if target is None else (target,))):
+                    digest.update(tensor.numpy().tobytes())
         if units is not None:
             digest.update("\n".join(map(str, units.tolist())).encode())
         return digest.hexdigest()
+
+
+@contextmanager
+def _drawing_the_same() -> Iterator[None]:
+    """Items that draw from the global generators are the same ones in every process; these are in the end as they were."""
+    of_torch, of_numpy, of_python = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        torch.default_generator.manual_seed(0)
+        np.random.seed(0)
+        random.seed(0)
+        yield
+    finally:
+        torch.set_rng_state(of_torch)
+        np.random.set_state(of_numpy)
+        random.setstate(of_python)
 
 
 def _shapes(inputs: list[Tensor], target: Tensor | None) -> list[list[int]]:

@@ -14,9 +14,7 @@ from psgrad.config import MEASUREMENTS, MeasurementConfig
 from psgrad.errors import ConfigError, LossError
 from psgrad.inputs.imports import module_of, resolve
 from psgrad.inputs.losses import Criterion
-
-# Losses whose unit is the nat: they are minus the logarithm of a probability.
-_IN_NATS = ("cross_entropy", "token_cross_entropy", "nll", "bce_with_logits")
+from psgrad.wording import LOSSES_IN_NATS
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ def resolve_measurement(config: MeasurementConfig, loss: Criterion, base: Path) 
     Raises ConfigError where the loss has no such measurement, LossError where a callable of the user's own can't be imported.
     """
     if config.name == "loss":
-        unit = ", in nats" if loss.name in _IN_NATS else ""
+        unit = ", in nats" if loss.name in LOSSES_IN_NATS else ""
         return Measurement("loss", loss, 1, f"rise of the query's loss{unit}")
     if config.name not in MEASUREMENTS:
         function = resolve(config.name, base, raises=LossError)

@@ -6,21 +6,24 @@ mode change what a model computes, too.
 
 from __future__ import annotations
 
+import copyreg
 import hashlib
 import sys
 import types
+import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
-from pathlib import PurePath
+from functools import _lru_cache_wrapper, partial
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from psgrad.inputs.code_identity import is_installed
 from psgrad.inputs.imports import without_digest
 
 # What is copied at once from another device, or out of a tensor that is not contiguous.
@@ -185,6 +188,9 @@ class _Walk:
             self.tensors[name] = value
         if isinstance(value, nn.Module):
             self.sources |= {each.__module__ for each in type(value).__mro__}
+            lines.append(f"{name} has {', '.join(value._modules)}")  # in this order: a model may go through them so
+        if isinstance(value, type):
+            self.sources.add(value.__module__)
         lines.append(f"{name} is {_description(value)}")
         self._waiting += [
             (owner, f"{name}.{key}" if name else key, child) for key, child in reversed(list(_children(value))) if key not in _OF_A_PROCESS
@@ -197,15 +203,18 @@ def _plain_text(value: Any) -> str | None:
         return f"{_class_name(type(value))} {value.name}"
     if isinstance(value, _PLAIN):
         return f"{_class_name(type(value))} {str.__str__(value) if isinstance(value, str) else repr(value)}"
-    if isinstance(value, type | types.BuiltinFunctionType):
+    if isinstance(value, types.BuiltinFunctionType) or (isinstance(value, type) and not _has_a_body(value)):
         return _class_name(value)
     if isinstance(value, types.ModuleType):
         return value.__name__
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        return f"{value.dtype} {value.shape} {hashlib.sha256(np.ascontiguousarray(value).data).hexdigest()}"
+    if isinstance(value, torch.Generator):
+        return f"a generator {hashlib.sha256(value.get_state().numpy().data).hexdigest()}"
+    if type(value) in (np.ndarray, np.memmap) and not value.dtype.hasobject:
+        numbers = np.ascontiguousarray(value).reshape(-1)
+        return f"{value.dtype} {value.shape} {hashlib.sha256(numbers.view(np.uint8).data if numbers.nbytes else b'').hexdigest()}"
     if isinstance(value, set | frozenset):
         return str(sorted(_plain_text(each) or _class_name(type(each)) for each in value))
-    if isinstance(value, list | tuple) and all(type(each) in _PLAIN for each in value):
+    if type(value) in (list, tuple, torch.Size) and all(type(each) in _PLAIN for each in value):
         return f"{_class_name(type(value))} {list(value)!r}"
     return None
 
@@ -213,11 +222,17 @@ def _plain_text(value: Any) -> str | None:
 def _description(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{_class_name(type(value))}, requires_grad {value.requires_grad}"
-    return _class_name(value if isinstance(value, types.FunctionType) else type(value))
+    return _class_name(value if isinstance(value, types.FunctionType | type) else type(value))
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
     """(name, part) of all that an object holds, in an order of its own."""
+    yield from _inside(value)
+    if _has_a_body(type(value)):
+        yield "its class", type(value)
+
+
+def _inside(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, torch.jit.ScriptModule):  # it has its attributes in C++
         yield from (*value.named_parameters(recurse=False), *value.named_buffers(recurse=False), *value.named_children())
         yield from (("training", value.training), ("code", getattr(value, "code", None)))
@@ -231,24 +246,76 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
                 yield key, child
     elif isinstance(value, Mapping):
         yield from sorted(((_plain_text(key) or _class_name(type(key)), child) for key, child in value.items()), key=lambda pair: pair[0])
+        yield from (*_attributes(value), ("what is missing", getattr(value, "default_factory", None)))
+    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        yield from (("numbers", np.asarray(value)), *_attributes(value))
     elif isinstance(value, list | tuple | np.ndarray):
-        yield from ((str(place), child) for place, child in enumerate(value))
+        yield from (*((str(place), child) for place, child in enumerate(value)), *_attributes(value))
+    elif isinstance(value, type):
+        yield from ((f"its base {place}", base) for place, base in enumerate(value.__bases__))
+        yield from ((key, child) for key, child in sorted(vars(value).items()) if not key.startswith("__") or isinstance(child, _HOLD_CODE))
     elif isinstance(value, types.FunctionType):
-        yield "defaults", value.__defaults__
-        yield "keyword defaults", value.__kwdefaults__
-        names = value.__code__.co_freevars
-        yield from ((name, _content(cell)) for name, cell in zip(names, value.__closure__ or (), strict=True))
+        yield from _of_function(value)
     elif isinstance(value, types.MethodType):
         yield from (("function", value.__func__), ("self", value.__self__))
     elif isinstance(value, partial):
         yield from (("function", value.func), ("arguments", value.args), ("keywords", value.keywords))
+    elif isinstance(value, property):
+        yield from (("get", value.fget), ("set", value.fset))
+    elif isinstance(value, _WRAP_CODE):
+        yield "function", value.__wrapped__
+    elif type(value).__module__.partition(".")[0] == "torch":
+        yield from () if type(value).__module__.startswith("torch._") and not isinstance(value, Tensor) else _attributes(value)
     elif isinstance(value, torch.ScriptObject):  # what quantised layers keep their packed weights in
         yield "state", value.__getstate__()
-    elif not _is_machinery(type(value)):
-        yield from sorted(vars(value).items()) if hasattr(value, "__dict__") else ()
-        slots = [getattr(each, "__slots__", ()) for each in type(value).__mro__]
-        listed = [name for each in slots for name in ([each] if isinstance(each, str) else each)]
-        yield from ((name, getattr(value, name)) for name in listed if not name.startswith("__") and hasattr(value, name))
+    else:
+        own = [] if _is_of_python(type(value)) else _attributes(value)
+        yield from own or _reduced(value)
+
+
+_WRAP_CODE = (staticmethod, classmethod, _lru_cache_wrapper)
+_HOLD_CODE = (types.FunctionType, property, *_WRAP_CODE)
+
+
+def _attributes(value: Any) -> list[tuple[str, Any]]:
+    """(name, value) of an object's attributes, in slots too."""
+    slots = [getattr(each, "__slots__", ()) for each in type(value).__mro__]
+    listed = [name for each in slots for name in ([each] if isinstance(each, str) else each)]
+    found = [(name, getattr(value, name)) for name in listed if not name.startswith("__") and hasattr(value, name)]
+    return [*sorted(getattr(value, "__dict__", {}).items()), *found]
+
+
+def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    yield from (("defaults", function.__defaults__), ("keyword defaults", function.__kwdefaults__))
+    names = function.__code__.co_freevars
+    yield from ((name, _content(cell)) for name, cell in zip(names, function.__closure__ or (), strict=True))
+    yield from sorted(vars(function).items())
+    if function.__code__.co_filename.startswith("<"):  # of no file, whose hash would tell
+        yield "code", _code_text(function.__code__)
+
+
+def _code_text(code: types.CodeType) -> str:
+    constants = [_code_text(each) if isinstance(each, types.CodeType) else _plain_text(each) for each in code.co_consts]
+    return f"{code.co_code.hex()} {code.co_names} {constants}"
+
+
+def _reduced(value: Any) -> Iterator[tuple[str, Any]]:
+    """What an object that has no attributes would be stored as, such as a range or a random generator; nothing of a lock or a file."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # iterators can be stored, and will not be in a later Python
+            reduce = copyreg.dispatch_table.get(type(value))
+            found = value.__reduce_ex__(4) if reduce is None else reduce(value)
+    except Exception:
+        return
+    if isinstance(found, str):
+        yield "name", found
+        return
+    _, arguments, *rest = found
+    yield "made of", arguments
+    for kind, part in zip(("state", "items", "pairs"), rest, strict=False):
+        if part is not None:
+            yield kind, part if kind == "state" else list(part)
 
 
 def _content(cell: types.CellType) -> Any:
@@ -258,10 +325,18 @@ def _content(cell: types.CellType) -> Any:
         return None
 
 
-def _is_machinery(kind: type) -> bool:
-    """Whether objects of a class are tools of Python or PyTorch: locks, loggers, compilers. What they hold differs between processes."""
-    package = kind.__module__.partition(".")[0]
-    return kind.__module__.startswith("torch._") or (package in sys.stdlib_module_names and kind is not types.SimpleNamespace)
+def _is_of_python(kind: type) -> bool:
+    """Whether a class is one of Python's own library, whose attributes may be locks and counters of a process."""
+    return kind.__module__.partition(".")[0] in sys.stdlib_module_names and kind is not types.SimpleNamespace
+
+
+def _has_a_body(kind: type) -> bool:
+    """Whether a class is the user's own: what it holds is not told by the version of a package. Members of an Enum are known by name."""
+    module = sys.modules.get(kind.__module__)
+    file = getattr(module, "__file__", None)
+    if issubclass(kind, Enum) or kind.__module__.partition(".")[0] in ("psgrad", *sys.stdlib_module_names):
+        return False
+    return module is None or (file is not None and not is_installed(Path(file)))
 
 
 def _class_name(kind: Any) -> str:

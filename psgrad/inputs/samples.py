@@ -40,11 +40,13 @@ class Samples(ABC):
 
     ids: [n], text or int64, all different. targets: [n], int64 or float32, where the target is one number per row and was cheap
     to read; else None. fingerprint: a SHA-256 that changes when the data does. units: [n], text or int64, whom each row belongs to,
-    where a column for that was named; else None. sources: the modules of Python that make the rows, where code does. reading: to be held
-    by whoever reads, where several may; a dataset need not be made for threads. Rows are counted from 0, in messages too.
+    where a column for that was named; else None. sources: the modules of Python that make the rows, where code does. code: the objects
+    that do. reading: to be held by whoever reads, where several may; a dataset need not be made for threads. Rows are counted from 0, in
+    messages too.
     """
 
     sources: tuple[str, ...] = ()
+    code: tuple[object, ...] = ()
 
     def __init__(self, ids: Array, targets: Array | None, fingerprint: str, units: Array | None = None) -> None:
         self.ids = ids

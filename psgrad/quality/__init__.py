@@ -1,1 +1,1 @@
-"""Who is an outlier, and what passes a gate: statistics on finished tables, without torch."""
+"""Outliers and gates: statistics on finished tables, without torch."""

@@ -1,4 +1,4 @@
-"""Who is an outlier: a verdict against trusted samples, or a review list without them. docs/outliers.md has the rules and their reasons."""
+"""Outliers: a verdict against trusted samples, or a review list without them. docs/explanation/outliers.md has the rules."""
 
 from __future__ import annotations
 

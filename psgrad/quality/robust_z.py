@@ -1,6 +1,7 @@
 """How far a norm lies from its group's middle, in robust standard deviations: a description, by which nobody is flagged.
 
-On raw norms the rule `z > 3.5` flags a quarter of a clean dataset, on their logarithms it misses flipped labels: docs/outliers.md has both.
+On raw norms the rule `z > 3.5` flags a quarter of a clean dataset, on their logarithms it misses flipped labels:
+docs/explanation/outliers.md has both.
 """
 
 from __future__ import annotations

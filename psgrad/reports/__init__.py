@@ -1,1 +1,1 @@
-"""Results -> tables, plots and HTML. Nothing here computes on a model."""
+"""Tables, plots, HTML pages and CI formats, made from results. Nothing here computes on a model."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,7 @@ from PIL import Image
 
 from psgrad.reports.attribution_colours import overlaid, scale_of
 from psgrad.reports.attribution_text import Passage, spans_of
-from psgrad.reports.page import data_uri, picture_uri
+from psgrad.reports.page import UNKNOWN_UNIT, data_uri, loss_unit, picture_uri
 from psgrad.reports.pictures import to_png, to_rgb
 from psgrad.reports.words import identifier, number
 from psgrad.results import AnalyzeResult, MeasureResult, TopSample
@@ -63,8 +62,8 @@ def attribution_cards(result: AnalyzeResult) -> list[AttributionCard]:
     cards = []
     for row in shown_rows(measures)[:MAX_CARDS]:
         shown = input_of(result, row)
-        overlays = [overlay for measure in measures if (overlay := _overlay(measure, row, shown)) is not None]
-        passages = [passage for measure in measures for passage in passages_of(measure, row, shown, result.vocabulary)]
+        overlays = [overlay for measure in measures if (overlay := _overlay(result, measure, row, shown)) is not None]
+        passages = [passage for measure in measures for passage in passages_of(result, measure, row, shown)]
         if overlays or passages:
             rank = result.samples["rank"].iloc[row]
             picture = picture_uri(shown, PICTURE_SIDE) if overlays else None
@@ -105,19 +104,19 @@ def picture_of(measure: MeasureResult, row: int, shown: TopSample) -> tuple[Arra
     return overlaid(to_rgb(image).mean(axis=2), flat), flat
 
 
-def passages_of(measure: MeasureResult, row: int, shown: TopSample, vocabulary: Mapping[int, str]) -> list[Passage]:
+def passages_of(result: AnalyzeResult, measure: MeasureResult, row: int, shown: TopSample) -> list[Passage]:
     """A row's ids under a measure's colours, a passage an input of ids."""
     maps = maps_of(measure, row)
     ids = [place for place in maps if f"ids_{place}" in measure.arrays]
     found = []
     for place in ids:
         at = np.flatnonzero(measure.arrays["rows"] == row)[0]
-        words = vocabulary if place == ids[0] else {}  # the dataset knows the words of the first input of ids
+        words = result.vocabulary if place == ids[0] else {}  # the dataset knows the words of the first input of ids
         padding = (measure.numbers.get("padding_ids") or {}).get(str(place))
         here = measure.arrays[f"ids_{place}"][at].reshape(-1)
         spans, scale, note = spans_of(here, maps[place].reshape(-1), shown.text, words, padding)
         title = f"{measure.title}, input {place}" if len(ids) > 1 else measure.title
-        found.append(Passage(measure.name, title, spans, scale_words(measure, scale), note))
+        found.append(Passage(measure.name, title, spans, scale_words(result, measure, scale), note))
     return found
 
 
@@ -126,23 +125,26 @@ def unit_of(measure: MeasureResult) -> str:
     return {"target": "logit of the label's class", "prediction": "logit of the predicted class"}.get(measure.numbers.get("of", ""), "loss")
 
 
-def unit_words(measure: MeasureResult) -> str:
+def unit_words(result: AnalyzeResult, measure: MeasureResult) -> str:
     """The unit of a map's numbers."""
-    return unit_of(measure) + ("" if measure.name in ADDITIVE else " per unit of input")
+    unit, known = unit_of(measure), loss_unit(result.manifest)
+    if unit == "loss" and known != UNKNOWN_UNIT:
+        unit = known
+    return unit + ("" if measure.name in ADDITIVE else " per unit of input")
 
 
-def scale_words(measure: MeasureResult, scale: float) -> str:
+def scale_words(result: AnalyzeResult, measure: MeasureResult, scale: float) -> str:
     """What full colour stands for."""
-    return f"full colour: {number(scale)} {unit_words(measure)}"
+    return f"full colour: {number(scale)} {unit_words(result, measure)}"
 
 
-def _overlay(measure: MeasureResult, row: int, shown: TopSample) -> Overlay | None:
+def _overlay(result: AnalyzeResult, measure: MeasureResult, row: int, shown: TopSample) -> Overlay | None:
     found = picture_of(measure, row, shown)
     if found is None:
         return None
     picture = Image.fromarray(found[0])
     if max(picture.size) > PICTURE_SIDE:
         picture.thumbnail((PICTURE_SIDE, PICTURE_SIDE), Image.Resampling.BOX)
-    words = scale_words(measure, scale_of(found[1]))
+    words = scale_words(result, measure, scale_of(found[1]))
     alt = f"{measure.title} over the input of sample {identifier(shown.id)}: orange raises, blue lowers; {words}"
     return Overlay(measure.name, measure.title, data_uri("image/png", to_png(picture.quantize(_COLOURS))), alt, words)

@@ -50,9 +50,9 @@ def attribution_plot(result: AnalyzeResult, measure: MeasureResult) -> Plot | No
     name, title = f"attribution_{measure.name}", f"{measure.title}: which parts of the input the samples depend on"
     if pictures:
         caption = f"The largest gradient norms: each input as it is, and under its colours. {_SIGNED.format(of=unit_of(measure))}"
-        return Plot(name, title, caption, _sheet(measure, pictures), vector=False)
+        return Plot(name, title, caption, _sheet(measure, pictures, unit_words(result, measure)), vector=False)
     mapped = [(row, shown) for row, shown in inputs.items() if maps_of(measure, row)]
-    passages = [(shown, passage) for row, shown in mapped for passage in passages_of(measure, row, shown, result.vocabulary)]
+    passages = [(shown, passage) for row, shown in mapped for passage in passages_of(result, measure, row, shown)]
     if passages:
         words = _SIGNED if measure.name in ADDITIVE else _UNSIGNED
         caption = f"The passages of the largest gradient norms. {words.format(of=unit_of(measure))}"
@@ -63,7 +63,7 @@ def attribution_plot(result: AnalyzeResult, measure: MeasureResult) -> Plot | No
 # -- pictures -------------------------------------------------------------------------------------------------------------------------
 
 
-def _sheet(measure: MeasureResult, pictures: list[tuple[int, TopSample]]) -> Figure:
+def _sheet(measure: MeasureResult, pictures: list[tuple[int, TopSample]], unit: str) -> Figure:
     cell = WIDTH_IN / (2 * _PER_LINE)
     row = cell + line_height(6.5) + 0.08
     lines = -(-len(pictures) // _PER_LINE)
@@ -78,7 +78,7 @@ def _sheet(measure: MeasureResult, pictures: list[tuple[int, TopSample]]) -> Fig
             left = (2 * column + side) * cell
             place_picture(axes, pixels, left + 0.03, line * row + 0.03, cell - 0.06, frame=GRID)
             place_words(axes, [said], left + 0.02, line * row + cell - 0.02, cell - 0.04, size=6.5, color=colour)
-    _legend(axes, row * lines + 0.06, unit_words(measure))
+    _legend(axes, row * lines + 0.06, unit)
     return figure
 
 

@@ -61,6 +61,12 @@ def _numbered(ids: Array) -> list[str]:
     return [f"{position}:{value} " for position, value in enumerate(ids.tolist())]
 
 
+def _apart(tokens: list[str]) -> list[str]:
+    """Each token with a space behind it, unless it ends in one or the next begins with one: of tokens in a row none tells where it ends."""
+    following = [*tokens[1:], " "]
+    return [token if token[-1:].isspace() or after[:1].isspace() else f"{token} " for token, after in zip(tokens, following, strict=True)]
+
+
 def unpadded(ids: Array, padding: int | None = None) -> tuple[int, int, int | None]:
     """(start, stop, padding id) of the positions that are no padding: a run at either end of the id `padding`, where that is known, or
     else of one id, three times or more."""
@@ -93,7 +99,7 @@ def spans_of(
         pieces, sizes = pieces_of(ids, text)
         if pieces == _numbered(ids):
             if vocabulary:
-                pieces = [vocabulary.get(int(each), f"[{each}]") for each in ids.tolist()]
+                pieces = _apart([vocabulary.get(int(each), f"[{each}]") for each in ids.tolist()])
             else:
                 notes.append("position:id, as the dataset has neither tokens(ids) nor a tokenizer that tells the words")
     ends = np.cumsum([0, *sizes])

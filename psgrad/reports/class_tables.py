@@ -10,7 +10,7 @@ import pandas as pd
 
 from psgrad.reports.page import loss_unit
 from psgrad.reports.tables import DataTable, Heading, TableRow
-from psgrad.reports.words import identifier, label, number
+from psgrad.reports.words import identifier, label, number, percent
 from psgrad.results import AnalyzeResult, disagrees, has_classes
 
 MAX_CLASSES = 200
@@ -74,9 +74,9 @@ def class_table(result: AnalyzeResult, statistics: pd.DataFrame) -> DataTable:
                 name,
                 f"{row['samples']:,.0f}",
                 f"{row['listed']:,.0f}",
-                f"{row['listed'] / row['samples']:.1%}",
+                percent(row["listed"] / row["samples"]),
                 f"{row['nonfinite']:,.0f}",
-                f"{row['differs']:.1%}",
+                percent(row["differs"]),
                 number(row["median_norm"]),
                 number(row["median_loss"]),
             ],

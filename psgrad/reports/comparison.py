@@ -16,8 +16,9 @@ from psgrad.reports.ci.as_csv import cell
 from psgrad.reports.ci.markdown import code, plain
 from psgrad.reports.ci.words import clean
 from psgrad.reports.terminal import print_table
-from psgrad.reports.words import MISSING, count, identifier, number
+from psgrad.reports.words import MISSING, count, identifier, number, percentile
 from psgrad.results.comparison import Comparison
+from psgrad.wording import correlation
 
 FORMATS = ("terminal", "json", "csv", "markdown")
 
@@ -33,11 +34,10 @@ def render_comparison(result: Comparison, style: str) -> str:
 
 def sentences(result: Comparison) -> list[str]:
     """The comparison in a few sentences."""
-    n = result.counts
-    agreement = MISSING if result.spearman is None else f"{result.spearman:.4f}"
+    n, order = result.counts, correlation(result.spearman)
     return [
         f"{count(n['common'])} in both, {n['came']:,} came, {n['went']:,} went (A has {n['samples_a']:,}, B {n['samples_b']:,})",
-        f"{result.score}: rank correlation (Spearman) {agreement}; {n['rose']:,} rose and {n['fell']:,} fell in percentile",
+        f"{result.score}: rank correlation (Spearman) {order}; {n['rose']:,} rose and {n['fell']:,} fell in percentile",
         f"{n['entered']:,} entered the list of B and {n['left']:,} left that of A",
     ]
 
@@ -56,7 +56,7 @@ def group_cells(result: Comparison) -> list[tuple[str, ...]]:
     """Rows of cells under GROUP_HEADINGS."""
 
     def cells(row: dict[Hashable, Any]) -> tuple[str, ...]:
-        numbers = (number(row[key]) for key in ("spearman", "median_a", "median_b"))
+        numbers = correlation(row["spearman"]), number(row["median_a"]), number(row["median_b"])
         return (clean(identifier(row["group"])), f"{row['samples']:,}", *numbers, f"{row['entered']:,}", f"{row['left']:,}")
 
     return [cells(row) for row in result.groups.to_dict("records")]
@@ -64,8 +64,9 @@ def group_cells(result: Comparison) -> list[tuple[str, ...]]:
 
 def _cells(row: dict[Hashable, Any]) -> tuple[str, ...]:
     moved = MISSING if pd.isna(row["moved"]) else f"{row['moved']:+.2f}"
-    numbers = (number(row[key]) for key in ("score_a", "score_b", "percentile_a", "percentile_b"))
-    return (clean(identifier(row["id"])), *numbers, moved, row["list"])
+    scores = (number(row[key]) for key in ("score_a", "score_b"))
+    places = (MISSING if pd.isna(row[key]) else percentile(row[key]) for key in ("percentile_a", "percentile_b"))
+    return (clean(identifier(row["id"])), *scores, *places, moved, row["list"])
 
 
 def _terminal(result: Comparison) -> str:

@@ -7,8 +7,10 @@ from matplotlib.colors import LinearSegmentedColormap, LogNorm
 
 from psgrad.reports.ci.words import clean
 from psgrad.reports.comparison import GROUP_HEADINGS, HEADINGS, group_cells, sections, sentences
-from psgrad.reports.drawing import DARK, GRID, REST, Plot, figure_with_axes, log_axis, say_empty
+from psgrad.reports.drawing import DARK, QUIET, REST, Plot, figure_with_axes, say_empty
 from psgrad.reports.page import plot_uri, templates
+from psgrad.reports.rankings import score_words
+from psgrad.reports.ticks import log_axis
 from psgrad.reports.words import count
 from psgrad.results.comparison import Comparison
 from psgrad.wording import correlation
@@ -27,7 +29,7 @@ def draw_comparison(result: Comparison) -> Plot:
         say_empty(axes, "no sample has a finite score in both")
     else:
         low, high = min(a.min(), b.min()), max(a.max(), b.max())
-        axes.plot([low, high], [low, high], color=GRID, linewidth=1.2, zorder=1)
+        axes.plot([low, high], [low, high], color=QUIET, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
         if len(a) <= MAX_POINTS:
             axes.scatter(a, b, s=9, color=REST, alpha=0.6, linewidths=0, zorder=2)
         else:
@@ -39,8 +41,8 @@ def draw_comparison(result: Comparison) -> Plot:
         if log:
             log_axis(axes, "x", "y")
         scale = " (log scale)" if log else ""
-        axes.set_xlabel(f"{clean(result.score)} in A{scale}", parse_math=False)
-        axes.set_ylabel(f"{clean(result.score)} in B{scale}", parse_math=False)
+        axes.set_xlabel(f"{score_words(clean(result.score))} in A{scale}", parse_math=False)
+        axes.set_ylabel(f"{score_words(clean(result.score))} in B{scale}", parse_math=False)
     caption = f"{count(len(a))} that are in both runs and have a score in both. On the line nothing has changed. "
     alt = f"{clean(result.score)} in run B against run A; {sentences(result)[1]}."
     return Plot("comparison", "Score in B against A", caption, figure, vector=False, alt=alt)
@@ -57,7 +59,7 @@ def render_page(result: Comparison) -> str:
             (correlation(result.spearman), "rank correlation (Spearman)"),
             *((f"{result.counts[key]:,}", words) for key, words in _HEADLINE.items()),
         ],
-        facts=[("Run A", clean(result.a)), ("Run B", clean(result.b)), ("Score", clean(result.score))],
+        facts=[("Run A", clean(result.a)), ("Run B", clean(result.b)), ("Score", score_words(clean(result.score)))],
         made="",
         notes=[],
         sentences=sentences(result),

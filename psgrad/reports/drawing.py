@@ -10,15 +10,16 @@ import re
 import textwrap
 import warnings
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogFormatter, LogLocator, MaxNLocator
 from matplotlib.transforms import Bbox
+
+from psgrad.reports.ticks import plain_ticks
 
 Array = np.ndarray[Any, Any]
 
@@ -91,6 +92,7 @@ class Plot:
         engine = self.figure.get_layout_engine()
         if engine is not None:
             _name_scales(self.figure)
+            plain_ticks(self.figure)
             with _silent_fonts():
                 if len(self.figure.axes) == 1 and not self.figure.get_suptitle():
                     _fill(self.figure, self.figure.axes[0])
@@ -135,36 +137,6 @@ def _silent_fonts() -> warnings.catch_warnings[None]:
     return warnings.catch_warnings(action="ignore", category=UserWarning)
 
 
-class _PlainLog(LogFormatter):
-    """Ticks of a log axis as text, 0.01, 100 and 10⁻⁶: formulas take ten times as long to draw."""
-
-    def __call__(self, x: float, pos: int | None = None) -> str:
-        return power_words(x) if super().__call__(x, pos) else ""
-
-
-def power_words(value: float) -> str:
-    """0.01, 2, 1,000, and 10⁻⁶ or 2×10⁷ where digits would have to be counted."""
-    if value == 0 or 1e-4 <= abs(value) < 1e5:
-        return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
-    digits, _, exponent = f"{value:.3e}".partition("e")
-    factor = f"{float(digits):g}"
-    raised = f"10{str(int(exponent)).translate(_RAISED)}"
-    return raised if factor == "1" else f"-{raised}" if factor == "-1" else f"{factor}×{raised}"
-
-
-_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-
-
-def log_axis(axes: Axes, *which: Literal["x", "y"]) -> None:
-    """Logarithmic scales with plain ticks."""
-    for name in which:
-        axis = axes.xaxis if name == "x" else axes.yaxis
-        (axes.set_xscale if name == "x" else axes.set_yscale)("log")
-        axis.set_minor_locator(LogLocator(subs=(2, 5)))
-        axis.set_major_formatter(_PlainLog(labelOnlyBase=True))
-        axis.set_minor_formatter(_PlainLog(labelOnlyBase=False, minor_thresholds=(1, 0.4)))
-
-
 def legend_above(axes: Axes, columns: int = 4) -> None:
     """The legend between title and axes, where nothing is drawn under it."""
     axes.legend(
@@ -177,13 +149,6 @@ def legend_above(axes: Axes, columns: int = 4) -> None:
         borderaxespad=0.2,
         columnspacing=1.5,
     )
-
-
-def count_axis(axes: Axes, which: Literal["x", "y"] = "y") -> None:
-    """Ticks at whole numbers alone, for what is counted."""
-    axis = axes.xaxis if which == "x" else axes.yaxis
-    axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    axis.set_major_formatter(lambda value, _: f"{value:,.0f}")
 
 
 def figure_with_axes(height: float) -> tuple[Figure, Axes]:

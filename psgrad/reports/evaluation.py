@@ -105,7 +105,11 @@ Row = dict[Hashable, Any]
 
 
 def _decimals(value: Any, digits: int = 3) -> str:
-    return MISSING if value is None or pd.isna(value) else f"{value:.{digits}f}"
+    """So many decimals, rounded towards zero where they would make it a 1 that it is not."""
+    if value is None or pd.isna(value):
+        return MISSING
+    text = f"{value:.{digits}f}"
+    return f"{math.trunc(value * 10**digits) / 10**digits:.{digits}f}" if abs(float(text)) == 1 > abs(value) else text
 
 
 def _interval(row: Row, low: str = "low", high: str = "high", digits: int = 3) -> str:

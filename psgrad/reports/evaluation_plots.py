@@ -4,20 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from psgrad.reports.drawing import (
-    DARK,
-    QUIET,
-    REST,
-    REVIEW,
-    Plot,
-    figure_with_axes,
-    legend_above,
-    log_axis,
-    name_rows,
-    rows_height,
-    say_empty,
-)
+from psgrad.reports.drawing import DARK, QUIET, REST, REVIEW, Plot, figure_with_axes, legend_above, name_rows, rows_height, say_empty
 from psgrad.reports.evaluation import ordered
+from psgrad.reports.page import at
+from psgrad.reports.ticks import count_axis, log_axis
 from psgrad.reports.words import brief
 from psgrad.results.evaluation import HEADLINE, EvaluationResult
 
@@ -64,7 +54,9 @@ def intervals(result: EvaluationResult) -> Plot:
 
 
 def predicted_and_actual(result: EvaluationResult) -> Plot:
-    """A point a removal and query, the diagonal, and the line through all points."""
+    """A point a removal and query, the line through all points, and the diagonal where scores predict amounts."""
+    predicts = at(result.manifest, "influence", "predicts_removal") is not False
+    unit = at(result.manifest, "influence", "unit")
     figure, axes = figure_with_axes(4.6)
     points = result.points
     if len(points) > _MOST_POINTS:
@@ -76,15 +68,20 @@ def predicted_and_actual(result: EvaluationResult) -> Plot:
     else:
         axes.plot(x[known], y[known], ".", color=REST, markersize=3, alpha=0.4, rasterized=True)
         ends = np.array([x[known].min(), x[known].max()])
-        axes.plot(ends, ends, color=QUIET, linewidth=1.2, linestyle=(0, (4, 3)), label="as predicted")
+        if predicts:
+            axes.plot(ends, ends, color=QUIET, linewidth=1.2, linestyle=(0, (4, 3)), label="as predicted")
         main = result.table[result.table["method"] == result.method].iloc[0]
         slope, intercept = float(main["slope"]), float(main["intercept"])
         if np.isfinite(slope):
             axes.plot(ends, intercept + slope * ends, color=REVIEW, linewidth=1.6, label=f"slope {slope:.4f}")
         legend_above(axes)
-        axes.set(xlabel=f"predicted {result.unit}", ylabel="after retraining")
-    caption = f"Each removed example and each query, by {result.method}. On the dashed line the prediction is exact."
-    return Plot("predicted_and_actual", "Predicted and actual rises", caption, figure, vector=False)
+        if predicts:
+            axes.set(xlabel=f"predicted {result.unit}", ylabel="after retraining")
+        else:
+            axes.set(xlabel=f"score of {result.method} ({unit})", ylabel=f"{result.unit}, after retraining")
+    caption = f"Each removed example and each query, by {result.method}."
+    caption += " On the dashed line the prediction is exact." if predicts else " The scores rank, and predict no amount."
+    return Plot("predicted_and_actual", f"{'Predicted' if predicts else 'Scores'} and actual rises", caption, figure, vector=False)
 
 
 def removal_curves(result: EvaluationResult) -> Plot:
@@ -99,6 +96,7 @@ def removal_curves(result: EvaluationResult) -> Plot:
             rows["removed"], rows["rise"], color=colour, linestyle=style, marker="o", markersize=4, label=brief(str(name), _NAME_LIMIT)
         )
     axes.set(xlabel="examples left out: those with the largest scores for the query", ylabel=f"mean {result.unit}")
+    count_axis(axes, "x")
     legend_above(axes)
     return Plot("evaluation", "Removal curves", "Bands: 95 % bootstrap intervals over the queries. Dashed: controls.", figure)
 

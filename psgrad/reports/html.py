@@ -27,7 +27,7 @@ from psgrad.reports.sample_table import listed_samples, sample_table, values_tab
 from psgrad.reports.scatter import linked_svg
 from psgrad.reports.tables import DataTable, Heading, TableRow
 from psgrad.reports.verdicts import finding_table, gate_sentence, gate_table
-from psgrad.reports.words import MISSING, brief, identifier, label, number
+from psgrad.reports.words import MISSING, brief, identifier, label, number, percent
 from psgrad.results import AnalyzeResult, TopSample, disagrees, has_classes, top_samples
 from psgrad.wording import common_prefix, parameter_names, prefix_note
 
@@ -202,7 +202,7 @@ def _layers(parameters: pd.DataFrame, unit_of_loss: str) -> DataTable | None:
                 name,
                 brief(str(row["shape"]), NAME_LIMIT),
                 *(number(row[column]) for column in ("mean_norm", "std_norm", "median", "max_norm")),
-                MISSING if pd.isna(row["share"]) else f"{row['share']:.1%}",
+                MISSING if pd.isna(row["share"]) else percent(row["share"]),
                 brief(str(row["computed_as"]), NAME_LIMIT),
             ]
         )

@@ -15,6 +15,7 @@ from psgrad.reports.influence_words import (
     beyond_note,
     checked_rows,
     examples,
+    is_uncalibrated,
     method_words,
     query_example,
     query_title,
@@ -107,6 +108,7 @@ def render_influence(result: InfluenceResult, plots: Sequence[Plot]) -> str:
         checked=checked_rows(result),
         damping=_damping(result),
         amounts=[facts["calibrated_because"] for facts in result.facts[:1] if "calibrated_because" in facts],
+        uncalibrated=is_uncalibrated(result),
         figures=[(plot, plot_uri(plot)) for plot in plots if not plot.name.endswith("_sheet")],
         own=_self_influences(result),
         classes=has_classes(training),
@@ -155,7 +157,7 @@ def _damping(result: InfluenceResult) -> str:
     damping, mean = facts.get("damping"), facts.get("mean_eigenvalue")
     if not isinstance(damping, float) or not isinstance(mean, float) or not damping or not mean:
         return ""
-    return f"{number(damping)}, {number(damping / mean)} times the mean eigenvalue"
+    return f"{number(damping)} ({number(damping / mean)} × the mean eigenvalue)"
 
 
 def _self_influences(result: InfluenceResult) -> list[dict[str, Any]]:
@@ -197,8 +199,11 @@ def _fit(result: InfluenceResult) -> list[tuple[str, str]]:
     each = [flattened(facts) for facts in result.facts]
     for name in dict.fromkeys(name for facts in each for name in facts):
         values = [_plain(facts.get(name)) for facts in each]
-        found.append((name, values[0] if len(set(values)) == 1 else ", ".join(values)))
+        found.append((_NAMES.get(name, name), values[0] if len(set(values)) == 1 else ", ".join(values)))
     return [(brief(name, 60), brief(str(value), FACT_LIMIT)) for name, value in found if value][:MAX_FACTS]
+
+
+_NAMES = {"Solver because": "Why this solver", "Calibrated because": "Why, or why not", "Leverage": "Leverage correction"}
 
 
 def flattened(facts: Mapping[str, Any], before: str = "") -> dict[str, Any]:
@@ -214,8 +219,10 @@ def flattened(facts: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 
 
 def _plain(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, float):
         return number(value)
     if isinstance(value, list | tuple):
         return ", ".join(map(_plain, value[:MAX_ROWS]))
-    return "–" if value is None else f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    return "–" if value is None else f"{value:,}" if isinstance(value, int) else str(value)

@@ -6,12 +6,13 @@ import textwrap
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter
 
-from psgrad.reports.drawing import DARK, QUIET, REST, REVIEW, Array, Plot, figure_with_axes, legend_above, log_axis, name_rows, say_empty
+from psgrad.reports.drawing import DARK, QUIET, REST, REVIEW, Array, Plot, figure_with_axes, legend_above, name_rows, say_empty
 from psgrad.reports.influence_sheets import draw_sheets
-from psgrad.reports.influence_words import query_name, reported_queries, unit_words
-from psgrad.reports.words import count, shorten_middle
+from psgrad.reports.influence_words import own_words, query_name, reported_queries, unit_words
+from psgrad.reports.page import loss_unit
+from psgrad.reports.ticks import log_axis
+from psgrad.reports.words import count, percent, shorten_middle
 from psgrad.results import ALL_INDEX, SIGN, InfluenceResult, carriers, cumulative_influence, disagrees
 from psgrad.wording import correlation
 
@@ -67,7 +68,7 @@ def score_distributions(result: InfluenceResult) -> Plot:
     _beside(axes, -0.8, "help")
     axes.minorticks_off()
     _thin_ticks(axes, width, largest)
-    axes.set_xlabel(_axis_words(result, "score"), parse_math=False)
+    axes.set_xlabel(textwrap.fill(f"score: {unit_words(result)}; {SIGN}", 110), parse_math=False)
     return Plot("score_distributions", "Scores of all training examples", caption, figure)
 
 
@@ -98,8 +99,7 @@ def cumulative(result: InfluenceResult) -> Plot:
         for share in (0.5, 0.9):
             place = carriers(values, share)
             axes.plot([place], [curve[place - 1]], "o", markersize=5 if whole else 3.5, color=DARK if whole else REST, zorder=4)
-    log_axis(axes, "x")
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    log_axis(axes, "x", whole=True)
     axes.set(ylim=(0, 103), xlabel="strongest proponents (log scale)", ylabel="share of the sum of positive scores (%)")
     for share in (50, 90):
         axes.axhline(share, color=QUIET, linewidth=0.8, linestyle=(0, (1, 2)))
@@ -151,8 +151,8 @@ def self_influence_against_loss(result: InfluenceResult) -> Plot:
                     label=words,
                 )
         log_axis(axes, "x", "y")
-        axes.set_xlabel(_axis_words(result, "self-influence (log scale)", signed=False), parse_math=False)
-        axes.set_ylabel("loss of the training example (log scale)")
+        axes.set_xlabel(textwrap.fill(f"self-influence (log scale): {own_words(result)}", 110), parse_math=False)
+        axes.set_ylabel(f"loss of the training example ({loss_unit(result.manifest)}, log scale)")
         if wrong.any():
             legend_above(axes)
         if drawn["loss"].nunique() > 1 and drawn["self_influence"].nunique() > 1:
@@ -164,11 +164,6 @@ def self_influence_against_loss(result: InfluenceResult) -> Plot:
 
 
 # -- what they share -------------------------------------------------------------------------------------------------------------------
-
-
-def _axis_words(result: InfluenceResult, what: str, signed: bool = True) -> str:
-    words = f"{what}: {unit_words(result)}" + (f"; {SIGN}" if signed else "")
-    return textwrap.fill(words, 110)
 
 
 def _linear_width(values: Array) -> float:
@@ -192,7 +187,7 @@ def _ridge(axes: Axes, row: int, values: Array, edges: Array) -> None:
         )
         strongest = np.sort(sign * values[sign * values > 0])[-STRONGEST:]
         axes.plot(sign * strongest, np.full(len(strongest), row + 0.06), "|", color=colour, markersize=6, markeredgewidth=1.2)
-    _beside(axes, row - 0.1, f"{(values > 0).mean():.0%}")
+    _beside(axes, row - 0.1, percent(float((values > 0).mean()), 0))
 
 
 def _beside(axes: Axes, height: float, words: str) -> None:

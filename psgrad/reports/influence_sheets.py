@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 from typing import Any
 
@@ -13,7 +14,7 @@ from psgrad.reports.influence_words import Example, examples, query_example, que
 from psgrad.reports.page import shown_text
 from psgrad.reports.pictures import to_rgb
 from psgrad.reports.plots import PICTURE_NOTE
-from psgrad.reports.sheets import line_height, place_picture, place_words, sheet
+from psgrad.reports.sheets import letters_in, line_height, place_picture, place_words, sheet
 from psgrad.reports.words import MISSING, brief, shorten_middle
 from psgrad.results import ALL_INDEX, SIGN, InfluenceResult
 
@@ -23,8 +24,11 @@ PER_SIDE = 6
 DIFFERS_NOTE = "Bold: the model's prediction is another class than the label."
 HELPS, HURTS = "helps most", "hurts most"
 
+_FEWEST = 4  # pictures in a row: fewer leave room empty, rather than be larger
 _TEXT_LINES = 3
-_TEXT_WIDTH = 60
+_TEXT_WIDTH = 66
+# Where the columns of a table begin, as shares of its width: score, id, label, model, input.
+_WITH_TEXTS, _WITHOUT = (0.01, 0.19, 0.335, 0.43, 0.52), (0.01, 0.24, 0.54, 0.76, 1.0)
 _LINE_IN = 0.17
 
 
@@ -54,7 +58,8 @@ def query_sheet(result: InfluenceResult, query_index: int, name: str) -> Plot:
 
 def _pictures(query: Example | None, sides: tuple[list[Example], list[Example]], footer: list[str]) -> Figure:
     left, first = 0.25, 2 if query else 0
-    cell = (WIDTH_IN - left) / (first + PER_SIDE)
+    columns = first + max(_FEWEST, *map(len, sides))
+    cell = (WIDTH_IN - left) / columns
     lines = max((len(_below(each)) for side in sides for each in side), default=1)
     row = line_height(8.5) + cell + lines * line_height(7) + 0.08
     figure, axes = sheet(2 * row + 0.1 + len(footer) * line_height(7.5))
@@ -110,25 +115,21 @@ def _table(query: Example | None, sides: tuple[list[Example], list[Example]], fo
     for side, words, colour in zip(sides, (HELPS, HURTS), (REST, REVIEW), strict=True):
         lines.append(((words if side else f"nothing {words.split()[0]}",), colour, True, []))
         for each in side:
-            cells: tuple[str, ...] = (
-                f"{each.score} {each.spread}",
-                shorten_middle(each.id, 18 if texts else 30),
-                shorten_middle(each.label, 10 if texts else 20),
-                shorten_middle(each.prediction, 10 if texts else 20),
-            )
+            cells: tuple[str, ...] = (f"{each.score} {each.spread}", each.id, each.label, each.prediction)
             lines.append((cells, INK, each.differs, _wrapped(each)))
     heights = [max(1, len(wrapped)) + 0.35 for *_, wrapped in lines]
     figure, axes = sheet((sum(heights) + 1.6 + len(footer)) * _LINE_IN)
-    shares = (0.01, 0.18, 0.34, 0.43, 0.52) if texts else (0.01, 0.24, 0.54, 0.76, 1.0)
-    places = [share * WIDTH_IN for share in shares]
+    places = [share * WIDTH_IN for share in (_WITH_TEXTS if texts else _WITHOUT)]
+    widths = [end - start - 0.05 for start, end in itertools.pairwise(places)]
     for place, words in zip(places, ("score", "id", "label", "model", "input" if texts else ""), strict=True):
         axes.text(place, 0.6 * _LINE_IN, words, fontsize=8, color=QUIET, va="center")
     top = 1.3
     for (cells, colour, bold, wrapped), height in zip(lines, heights, strict=True):
         axes.axhline((top - 0.1) * _LINE_IN, color=GRID, linewidth=0.7)
         weight = "bold" if bold else "normal"
-        for place, cell in zip(places, cells, strict=False):
-            axes.text(place, (top + 0.55) * _LINE_IN, cell, fontsize=8, color=colour, fontweight=weight, va="center", parse_math=False)
+        for column, (place, width, cell) in enumerate(zip(places, widths, cells, strict=False)):
+            words = shorten_middle(cell, letters_in(width, 8, bold)) if column else cell  # a score is never cut
+            axes.text(place, (top + 0.55) * _LINE_IN, words, fontsize=8, color=colour, fontweight=weight, va="center", parse_math=False)
         for number, words in enumerate(wrapped):
             where = places[-1], (top + 0.55 + number) * _LINE_IN
             axes.text(*where, words, fontsize=6.8, family="monospace", color=INK, va="center", parse_math=False)
@@ -144,4 +145,4 @@ def _wrapped(example: Example) -> list[str]:
     start = brief(text, _TEXT_LINES * _TEXT_WIDTH, keep="\n\t").expandtabs(4)
     lines = [part for line in start.split("\n") for part in textwrap.wrap(line, _TEXT_WIDTH, drop_whitespace=False) or [""]]
     lines = [line for line in lines if line.strip()]
-    return lines if len(lines) <= _TEXT_LINES else [*lines[: _TEXT_LINES - 1], "…"]
+    return lines if len(lines) <= _TEXT_LINES else [*lines[: _TEXT_LINES - 1], f"{lines[_TEXT_LINES - 1].rstrip()[: _TEXT_WIDTH - 2]} …"]

@@ -7,7 +7,8 @@ from typing import Any
 
 import pandas as pd
 
-from psgrad.reports.words import MISSING, brief, identifier, label, number
+from psgrad.reports.page import loss_unit
+from psgrad.reports.words import MISSING, brief, identifier, label, number, percent
 from psgrad.results import ALL_INDEX, ALL_QUERIES, SIGN, InfluenceResult, TopSample, disagrees, pairs_of, shown_queries
 
 UNIT_LIMIT = 260
@@ -56,6 +57,19 @@ def method_words(method: str) -> str:
 
 def unit_words(result: InfluenceResult) -> str:
     return brief(result.unit, UNIT_LIMIT)
+
+
+def own_words(result: InfluenceResult) -> str:
+    """The unit of an example's influence on itself, which is on its own loss whatever is asked of queries."""
+    if not result.predicts_removal:
+        return unit_words(result).replace("the query's", "its own")
+    nats = ", in nats" if loss_unit(result.manifest) == "nats" else ""
+    return f"predicted rise of its own loss{nats}{' (uncalibrated)' if is_uncalibrated(result) else ''}, if it were removed"
+
+
+def is_uncalibrated(result: InfluenceResult) -> bool:
+    """Whether the unit says that nothing vouches for the sizes of scores."""
+    return "(uncalibrated)" in result.unit
 
 
 def header(result: InfluenceResult) -> str:
@@ -111,7 +125,7 @@ def query_title(result: InfluenceResult, query_index: int) -> str:
         parts.append(f"label {truth}")
     if (guess := label(row.get("prediction"), result.class_names)) != MISSING:
         sure = row.get("confidence")
-        parts.append(f"model {guess}" + ("" if sure is None or pd.isna(sure) else f" ({sure:.1%})"))
+        parts.append(f"model {guess}" + ("" if sure is None or pd.isna(sure) else f" ({percent(sure)})"))
     if row.get("measurement") is not None:
         parts.append(f"{brief(result.measurement, 40)} {number(row['measurement'])}")
     return f"Query {identifier(row['id'])}" + (f": {', '.join(parts)}" if parts else "")

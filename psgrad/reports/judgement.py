@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from psgrad.reports.page import FACT_LIMIT, at
-from psgrad.reports.rankings import score_words
+from psgrad.reports.rankings import rankings_of, score_words
 from psgrad.reports.tables import DataTable, Heading, TableRow, cell, words_of
 from psgrad.reports.words import brief, count, group_words, identifier, number
 from psgrad.results import AnalyzeResult, disagrees, has_classes
@@ -21,7 +21,9 @@ MAX_CAVEATS = 20
 
 @dataclass(frozen=True)
 class Judgement:
-    """How samples were judged. referenced: against trusted ones; undecided: why finding nothing would say nothing, with a reference."""
+    """How samples were judged. referenced: against trusted ones; undecided: why finding nothing would say nothing, with a reference.
+    compared: how many first ranks the page's first sentence compares with the loss; 0 where it does not.
+    """
 
     referenced: bool
     score: str
@@ -29,6 +31,7 @@ class Judgement:
     undecided: str
     caveats: list[str]
     groups: DataTable | None
+    compared: int = 0
 
 
 def judgement(result: AnalyzeResult) -> Judgement:
@@ -47,6 +50,7 @@ def judgement(result: AnalyzeResult) -> Judgement:
         undecided,
         caveats,
         _groups(facts, referenced, result.class_names),
+        rankings.top if (rankings := rankings_of(facts)) else 0,
     )
 
 
@@ -59,7 +63,8 @@ def findings_sentences(samples: pd.DataFrame, how: Judgement) -> list[str]:
         ranks = finite["loss"].rank(ascending=False, method="first")
         also_by_loss = int((ranks[listed.index] <= len(listed)).sum())
         what = "Unlike the reference:" if how.referenced else "The review list has"
-        also = "" if how.score == "loss" else f"; {also_by_loss:,} of them are also among the {len(listed):,} largest by loss"
+        said = how.score == "loss" or len(listed) == how.compared
+        also = "" if said else f"; {also_by_loss:,} of them are also among the {len(listed):,} largest by loss"
         found.append(f"{what} {count(len(listed))}{also}.")
         if has_classes(samples) and "prediction" in samples:
             wrong = disagrees(finite)
@@ -101,10 +106,9 @@ def _facts(facts: Mapping[str, Any], referenced: bool) -> list[tuple[str, str]]:
     else:
         fraction = facts.get("review_fraction")
         pairs.append(("Review list", f"the first {100 * fraction:.3g} % of the samples" if isinstance(fraction, float) else ""))
-    pairs += [
-        (title, str(at(dict(facts), key, "words") or ""))
-        for title, key in (("Agreement", "loss_agreement"), ("Separability", "separability"))
-    ]
+    # Where the two orders are compared, that is the page's first sentence.
+    shown = {"Agreement": None if rankings_of(facts) else "loss_agreement", "Separability": "separability"}
+    pairs += [(title, str(at(dict(facts), key, "words") or "")) for title, key in shown.items() if key]
     for name, said in (facts.get("detectors") or {}).items():
         flagged = said.get("flagged")
         pairs.append(

@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from psgrad.reports.drawing import (
-    DARK,
-    INK,
-    QUIET,
-    REST,
-    REVIEW,
-    WIDTH_IN,
-    Array,
-    Plot,
-    count_axis,
-    figure_with_axes,
-    log_axis,
-    log_bins,
-    style,
-)
+from psgrad.reports.drawing import DARK, INK, QUIET, REST, REVIEW, WIDTH_IN, Array, Plot, figure_with_axes, legend_above, log_bins, style
 from psgrad.reports.tables import words_of
-from psgrad.reports.words import count, identifier, label, number, shorten
+from psgrad.reports.ticks import TickWords, count_axis, log_axis
+from psgrad.reports.words import count, identifier, label, number, percent, shorten, shorten_middle
 from psgrad.results import AnalyzeResult, MeasureResult
 
 MAX_PANELS = 6
@@ -34,6 +22,8 @@ MAX_LINES = 10
 MAX_FIGURES = 4  # of one measure
 MAX_TICKS = 8
 MAX_NAMES = 24
+MEANING_LIMIT = 320
+NAME_LIMIT = 24  # letters of a class's name beside a matrix
 
 _SPECTRUM = re.compile(r"eigenvalue|spectrum|singular")
 
@@ -55,14 +45,16 @@ def measure_plots(result: AnalyzeResult, measure: MeasureResult) -> list[Plot]:
         if array.ndim == 1 and len(array) > 2 and _SPECTRUM.search(name):
             plots.append(spectrum(measure, name, array))
         elif array.ndim == 2 and array.shape[0] == array.shape[1] > 1:
-            plots.append(matrix(measure, name, array))
+            plots.append(matrix(measure, name, array, "sample, by its place in the matrix"))
     agreement = measure.numbers.get("rank_correlation")
     if (
         isinstance(agreement, list)
         and len(agreement) > 1
         and all(isinstance(row, list) and len(row) == len(agreement) for row in agreement)
     ):
-        plots.append(matrix(measure, "rank_correlation", np.array(agreement, dtype=np.float64)))
+        places = [str(place) for place in range(1, len(agreement) + 1)]
+        correlations = np.array(agreement, dtype=np.float64)
+        plots.append(matrix(measure, "rank_correlation", correlations, "checkpoint, in the order of training", places))
     return plots[:MAX_FIGURES]
 
 
@@ -82,7 +74,7 @@ def histograms(measure: MeasureResult, samples: pd.DataFrame, columns: list[str]
     for axes in panels[len(columns) :]:
         axes.axis("off")
     # A measure's unit is that of its first column: each column's own is in its meaning.
-    caption = " ".join(f"{shorten(words_of(column), 60)}: {shorten(measure.meanings[column], 200)}." for column in columns)
+    caption = " ".join(f"{shorten(words_of(column), 60)}: {_sentence(measure.meanings[column])}" for column in columns)
     return Plot(
         f"measure_{_file_name(measure.name)}",
         f"{measure.title}: distribution",
@@ -101,13 +93,16 @@ def spectrum(measure: MeasureResult, name: str, values: Array) -> Plot:
     axes.plot(np.arange(1, len(shown) + 1), shown, color=REST, marker="o" if len(shown) < 60 else "", markersize=3.5, linewidth=1.4)
     axes.set(xlabel="place, the largest first", ylabel=words_of(name))
     if len(shown) > 30:
-        log_axis(axes, "x")
+        log_axis(axes, "x", whole=True)
+    else:
+        count_axis(axes, "x")
     if len(positive):
         log_axis(axes, "y")
     total = float(ordered.sum())
     alt = f"{words_of(name)}: {count(len(ordered), 'value')}, the largest {number(ordered[0] if len(ordered) else None)}"
     if total > 0:
-        alt += f", which is {ordered[0] / total:.1%} of their sum; the first ten are {ordered[:10].sum() / total:.1%} of it"
+        alt += f", which is {percent(ordered[0] / total)} of their sum"
+        alt += f"; the first ten are {percent(ordered[:10].sum() / total)} of it" if len(ordered) > 10 else ""
     return Plot(
         f"measure_{_file_name(measure.name)}_{_file_name(name)}", f"{measure.title}: {words_of(name)}", f"{alt}.", figure, alt=f"{alt}."
     )
@@ -117,21 +112,27 @@ def class_matrix(measure: MeasureResult, table: pd.DataFrame, class_names: list[
     """How alike two classes are, from a table with a row a pair of classes."""
     both = pd.concat([table, table.rename(columns={"class": "other_class", "other_class": "class"})])
     square = both.drop_duplicates(["class", "other_class"]).pivot(index="class", columns="other_class", values="mean_cosine")
-    names = [shorten(label(each, class_names), 14) for each in square.index]
-    return matrix(measure, "mean_cosine_of_classes", square.to_numpy(np.float64), names)
+    names = [shorten_middle(label(each, class_names), NAME_LIMIT) for each in square.index]
+    return matrix(measure, "mean_cosine_of_classes", square.to_numpy(np.float64), "class", names)
 
 
-def matrix(measure: MeasureResult, name: str, values: Array, names: list[str] | None = None) -> Plot:
-    """A square matrix in shades, averaged down to at most MAX_SIDE cells a side. names: of its rows and columns."""
+def matrix(measure: MeasureResult, name: str, values: Array, each: str, names: Sequence[str] | None = None) -> Plot:
+    """A square matrix in shades, averaged down to at most MAX_SIDE cells a side. each: what its rows and columns are. names: of them."""
     side = len(values)
     shown = _averaged(values.astype(np.float64), MAX_SIDE)
     figure, axes = figure_with_axes(4.6)
     drawn = axes.imshow(shown, cmap="cividis", interpolation="nearest", extent=(-0.5, side - 0.5, side - 0.5, -0.5), rasterized=True)
     axes.grid(visible=False)
     if names is not None and side <= MAX_NAMES:
-        axes.set_xticks(range(side), names, rotation=45, ha="right", parse_math=False)
+        slanted = max(map(len, names)) > 3
+        axes.set_xticks(range(side), names, rotation=45 if slanted else 0, ha="right" if slanted else "center", parse_math=False)
         axes.set_yticks(range(side), names, parse_math=False)
-    bar = figure.colorbar(drawn, ax=axes, shrink=0.85)
+    else:
+        count_axis(axes, "x")
+        count_axis(axes, "y")
+    axes.set(xlabel=each, ylabel=each)
+    bar = figure.colorbar(drawn, ax=axes, shrink=0.85, format=TickWords())
+    bar.outline.set_visible(False)  # type: ignore[operator]
     bar.ax.tick_params(colors=QUIET, labelcolor=INK, labelsize=8)
     if side <= MAX_TICKS:
         for row in range(side):
@@ -153,23 +154,26 @@ def trajectories(measure: MeasureResult, samples: pd.DataFrame) -> Plot:
     figure = Figure(figsize=(WIDTH_IN, 3.4), layout="constrained")
     said = []
     for axes, (name, words) in zip(figure.subplots(1, 2), (("loss", "loss"), ("grad_norm", "gradient norm")), strict=True):
+        first = name == "loss"  # a part of the legend above each, as all of it is wider than one
         style(axes)
         values = np.where(np.isfinite(measure.arrays[name]), measure.arrays[name], np.nan).astype(np.float64)
         there = np.isfinite(values).any(axis=0)
         low, middle, high = np.nanquantile(values[:, there], [0.05, 0.5, 0.95], axis=0) if there.any() else np.empty((3, 0))
-        axes.fill_between(steps[there], low, high, color=REST, alpha=0.25, linewidth=0, label="middle 90 % of all")
-        axes.plot(steps[there], middle, color=DARK, linewidth=2, label="median of all")
+        axes.fill_between(steps[there], low, high, color=REST, alpha=0.25, linewidth=0, label="middle 90 % of all" if first else "")
+        axes.plot(steps[there], middle, color=DARK, linewidth=2, label="median of all" if first else "")
         lines = values[worst["index"].to_numpy(np.int64)]
         for place, line in enumerate(lines):
-            axes.plot(steps, line, color=REVIEW, linewidth=1, alpha=0.8, marker="o", markersize=2.5, label="" if place else "first ranks")
+            axes.plot(
+                steps, line, color=REVIEW, linewidth=1, alpha=0.8, marker="o", markersize=2.5, label="" if place or first else "first ranks"
+            )
         if (low > 0).all() and (values[np.isfinite(values)] > 0).all():
             log_axis(axes, "y")
+        legend_above(axes, columns=2)
         ticks = steps[:: -(-len(steps) // MAX_TICKS)]
         axes.set_xticks(ticks, [str(each + 1) for each in ticks])
         axes.set(xlabel="checkpoint, in the order of training", ylabel=words)
         if len(middle):
             said.append(f"the median {words} goes from {number(middle[0])} to {number(middle[-1])}")
-    figure.axes[0].legend(frameon=False, labelcolor=INK, fontsize=8)
     names = ", ".join(f"{place}: {shorten(identifier(name), 60)}" for place, name in enumerate(checkpoints[:MAX_TICKS], start=1))
     alt = f"Samples at {count(len(checkpoints), 'checkpoint')}: {' and '.join(said)}."
     caption = f"{alt} Orange: the first {len(worst)} ranks. Checkpoints: {names}{', …' if len(checkpoints) > MAX_TICKS else ''}."
@@ -195,6 +199,8 @@ def _histogram(axes: Axes, values: Array, listed: Array, words: str) -> str:
     axes.stairs(counts, bins, baseline=counts - marked, fill=True, color=REVIEW)
     axes.set_ylim(bottom=0)
     count_axis(axes)
+    if axes.get_xscale() == "linear" and (values == values.round()).all():
+        count_axis(axes, "x")
     return f"{words}: from {number(low)} to {number(high)}, median {number(float(np.median(values)))}"
 
 
@@ -202,6 +208,12 @@ def _two_digits(value: float) -> str:
     """Two significant digits, and more where two would make it a 1 that it is not."""
     rounded = float(f"{value:.2g}")
     return number(value) if abs(rounded) == 1 != abs(value) else number(rounded)
+
+
+def _sentence(meaning: str) -> str:
+    """A column's meaning in a caption."""
+    cut = shorten(meaning, MEANING_LIMIT)
+    return cut if cut.endswith("…") else f"{cut}."
 
 
 def _missing(missing: int) -> str:

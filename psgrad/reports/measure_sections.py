@@ -17,6 +17,7 @@ MAX_TABLES = 4
 MAX_ROWS = 100
 MAX_COLUMNS = 16
 MAX_NUMBERS = 40
+ABOUT_LIMIT = 600  # letters: a source has several papers, a warning two paths
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,8 @@ def _section(
     return MeasureSection(
         f"measure-{place}",
         brief(measure.title or measure.name, 100),
-        [(name, brief(str(value), FACT_LIMIT)) for name, value in about if value],
-        flat_words(measure.numbers, FACT_LIMIT)[:MAX_NUMBERS],
+        [(name, brief(str(value), ABOUT_LIMIT)) for name, value in about if value],
+        flat_words(measure.numbers, ABOUT_LIMIT)[:MAX_NUMBERS],
         [Heading(column, words_of(column), True, brief(meaning, FACT_LIMIT)) for column, meaning in measure.meanings.items()],
         figures,
         left_out,

@@ -12,6 +12,7 @@ from psgrad.reports.drawing import Plot
 from psgrad.reports.pictures import thumbnail, to_png
 from psgrad.reports.words import brief, number, values_line
 from psgrad.results import TopSample
+from psgrad.wording import LOSSES_IN_NATS
 
 TEXT_LIMIT = 400
 TEXT_LINES = 8
@@ -103,15 +104,14 @@ def made_words(manifest: dict[str, Any]) -> str:
     return " ".join(part for part in (when, brief(f"by psgrad {version}", 60) if version else "") if part)
 
 
-# The losses of psgrad's own that are logarithms of probabilities.
-_IN_NATS = ("cross_entropy", "token_cross_entropy", "nll", "bce_with_logits")
+UNKNOWN_UNIT = "unit of the loss"
 
 
 def loss_unit(manifest: dict[str, Any]) -> str:
     """The unit of a loss: nats for psgrad's own cross-entropies; of any other one the unit is not known."""
     loss = at(manifest, "config", "loss")
     name = loss.get("name") if isinstance(loss, dict) else loss
-    return "nats" if name in _IN_NATS else "unit of the loss"
+    return "nats" if name in LOSSES_IN_NATS else UNKNOWN_UNIT
 
 
 def _check_words(check: dict[str, Any]) -> str | None:

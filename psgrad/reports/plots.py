@@ -16,21 +16,20 @@ from psgrad.reports.drawing import (
     WIDTH_IN,
     Array,
     Plot,
-    count_axis,
     figure_with_axes,
     legend_above,
-    log_axis,
     log_bins,
     name_rows,
     rows_height,
     say_empty,
     style,
 )
-from psgrad.reports.page import loss_unit
+from psgrad.reports.page import at, loss_unit
 from psgrad.reports.pictures import to_rgb
-from psgrad.reports.scatter import NORM_AXIS, drawable, loss_against_norm
+from psgrad.reports.scatter import LISTED, NORM_AXIS, UNLIKE, drawable, loss_against_norm
 from psgrad.reports.sheets import line_height, place_picture, place_words, sheet
-from psgrad.reports.words import count, identifier, label, number, shorten_middle
+from psgrad.reports.ticks import count_axis, log_axis
+from psgrad.reports.words import count, identifier, label, number, percent, shorten_middle
 from psgrad.results import AnalyzeResult, TopSample, has_classes, top_samples
 from psgrad.wording import common_prefix, parameter_names, prefix_note
 
@@ -42,12 +41,13 @@ MAX_PICTURES = 24
 def draw_plots(result: AnalyzeResult) -> list[Plot]:
     """All figures that this result has the data for, in reading order."""
     samples, names = result.samples, result.class_names
-    plots = [norm_histogram(samples)]
+    listed = UNLIKE if at(result.manifest, "outliers", "decided_by") == "reference" else LISTED
+    plots = [norm_histogram(samples, listed)]
     if not (samples["status"] == "ok").any():
         return plots
-    plots.append(loss_against_norm(samples, loss_unit(result.manifest)))
+    plots.append(loss_against_norm(samples, loss_unit(result.manifest), listed))
     if has_classes(samples):
-        plots.append(norms_per_class(samples, names))
+        plots.append(norms_per_class(samples, names, listed))
     if len(result.parameters):
         plots.append(norms_per_layer(result.parameters))
     if any(sample.image is not None for sample in result.top_inputs):
@@ -55,8 +55,8 @@ def draw_plots(result: AnalyzeResult) -> list[Plot]:
     return plots
 
 
-def norm_histogram(samples: pd.DataFrame) -> Plot:
-    """How the norms are distributed (log axis), with the review list marked and every row that can't be drawn counted."""
+def norm_histogram(samples: pd.DataFrame, listed: str = LISTED) -> Plot:
+    """How the norms are distributed (log axis), with those that are listed marked and every row that can't be drawn counted."""
     drawn, not_drawn = drawable(samples, ["grad_norm"])
     norm, review = drawn["grad_norm"].to_numpy(float), drawn["is_outlier_issue"].to_numpy(bool)
     figure, axes = figure_with_axes(3.2)
@@ -69,7 +69,7 @@ def norm_histogram(samples: pd.DataFrame) -> Plot:
         counts, reviewed = (np.histogram(values, bins)[0] for values in (norm, norm[review]))
         # One outline each, as a bar a bin takes ten times as long.
         axes.stairs(counts - reviewed, bins, fill=True, color=REST, label="other samples")
-        axes.stairs(counts, bins, baseline=counts - reviewed, fill=True, color=REVIEW, label="review list")
+        axes.stairs(counts, bins, baseline=counts - reviewed, fill=True, color=REVIEW, label=listed)
         log_axis(axes, "x")
         axes.set_xlim(bins[0], bins[-1])
         axes.set(xlabel=NORM_AXIS, ylabel="samples per bin")
@@ -78,18 +78,18 @@ def norm_histogram(samples: pd.DataFrame) -> Plot:
         axes.set_ylim(bottom=0)
         count_axis(axes)
         legend_above(axes)
-        caption += f"Orange: the review list ({count(int(review.sum()))})"
-        caption += ", which begins at the dashed line" if begins else ""
-        caption += "; the ticks below are its samples. " if 0 < review.sum() <= MAX_MARKS else ". "
+        caption += f"Orange: {listed} ({count(int(review.sum()))})"
+        caption += ", from the dashed line on" if begins else ""
+        caption += "; the ticks below are these samples. " if 0 < review.sum() <= MAX_MARKS else ". "
         alt = f"Histogram of the gradient norms of {count(len(norm))} on a log axis: {_range_words(norm)}."
         if review.any():
             reviewed_norms = f"{number(norm[review].min())} to {number(norm[review].max())}"
-            alt += f" The review list has {count(int(review.sum()))}, of norms from {reviewed_norms}."
+            alt += f" Of them {int(review.sum()):,} are marked, {listed}, of norms from {reviewed_norms}."
     return Plot("norm_histogram", "Gradient norms", caption + not_drawn, figure, alt=alt)
 
 
-def norms_per_class(samples: pd.DataFrame, class_names: list[str] | None) -> Plot:
-    """The norms of each class: median, middle half, middle 90 %, and the samples in the review list."""
+def norms_per_class(samples: pd.DataFrame, class_names: list[str] | None, listed: str = LISTED) -> Plot:
+    """The norms of each class: median, middle half, middle 90 %, and the samples that are listed."""
     drawn, not_drawn = drawable(samples, ["grad_norm"])
     groups = drawn.groupby("target", observed=True)["grad_norm"]
     spread = groups.quantile(np.array([0.05, 0.25, 0.5, 0.75, 0.95])).unstack()
@@ -97,7 +97,7 @@ def norms_per_class(samples: pd.DataFrame, class_names: list[str] | None) -> Plo
     if total > MAX_GROUPS:
         spread = spread.loc[spread[0.5].nlargest(MAX_GROUPS).index.sort_values()]
     figure, axes = figure_with_axes(rows_height(len(spread)))
-    caption = "Tick: median; bar: the middle half of the class; line: the middle 90 %. Orange dots: samples in the review list. "
+    caption = f"Tick: median; bar: the middle half of the class; line: the middle 90 %. Orange dots: {listed}. "
     if total > MAX_GROUPS:
         caption += f"The {MAX_GROUPS} of {total:,} classes with the largest median are shown. "
     if not total:
@@ -158,12 +158,12 @@ def norms_per_layer(parameters: pd.DataFrame) -> Plot:
     alt = f"Spread of the gradient norms of {len(parameters):,} parameters, and the share of each."
     if parameters["share"].notna().any():
         most = parameters.nlargest(1, "share").iloc[0]
-        alt += f" The largest share, {most['share']:.1%}, is that of {shorten_middle(str(most['parameter']), 100)}."
+        alt += f" The largest share, {percent(most['share'])}, is that of {shorten_middle(str(most['parameter']), 100)}."
     return Plot("norms_per_layer", "Gradient norms per layer", caption, figure, alt=alt)
 
 
 def top_sheet(samples: pd.DataFrame, inputs: list[TopSample], class_names: list[str] | None) -> Plot:
-    """The pictures of the top samples, largest norm first, each with its label, the model's prediction, loss and norm."""
+    """The pictures of the first ranks, each with its label, the model's prediction and its gradient norm."""
     rows = {row["id"]: row for row in top_samples(samples, len(inputs)).to_dict("records")}
     shown = [sample for sample in inputs if sample.image is not None][:MAX_PICTURES]
     columns = min(6, max(len(shown), 4))
@@ -176,7 +176,7 @@ def top_sheet(samples: pd.DataFrame, inputs: list[TopSample], class_names: list[
         left, top = place % columns * cell, place // columns * (side + caption_height + 0.16)
         place_words(axes, lines, left + 0.04, top, cell - 0.08)
         place_picture(axes, to_rgb(sample.image), left + 0.07, top + caption_height + 0.06, side)
-    caption = f"The {len(shown)} samples with the largest gradient norms that are pictures. " + PICTURE_NOTE
+    caption = f"The first {len(shown)} ranks that are pictures. " + PICTURE_NOTE
     return Plot("top_sheet", "The top samples", caption, figure, vector=False, alt=caption)
 
 

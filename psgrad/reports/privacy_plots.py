@@ -9,25 +9,11 @@ from typing import Any, TypeGuard
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
-from psgrad.reports.drawing import (
-    DARK,
-    INK,
-    QUIET,
-    REST,
-    REVIEW,
-    Array,
-    Plot,
-    count_axis,
-    figure_with_axes,
-    legend_above,
-    log_axis,
-    log_bins,
-    say_empty,
-)
+from psgrad.reports.drawing import DARK, INK, QUIET, REST, REVIEW, Array, Plot, figure_with_axes, legend_above, log_bins, say_empty
 from psgrad.reports.privacy import compact, epsilon, sampling_words
-from psgrad.reports.words import count, number
+from psgrad.reports.ticks import count_axis, log_axis
+from psgrad.reports.words import count, number, percent
 from psgrad.results import DPPlanResult, DPStepResult, NoisePlan
 
 STEPS_AXIS = "steps"
@@ -36,6 +22,7 @@ SHADES = ("#12263d", "#2a4f7a", "#5b7fa6", "#8aa6c4", "#b3c5d8")
 
 FAINT = "#b9c3ce"  # the looser bound
 _FAINTLY: dict[str, Any] = {"linewidth": 0.8, "alpha": 0.5, "linestyle": (0, (4, 2)), "zorder": 2}
+_PLACES = 120  # along a curve that is known at a few points
 _ABOVE_LEGEND = 44  # points between axes and title, for up to three lines of a legend
 
 _SHORT_RELATIONS = {"add_or_remove_one": "add or remove one", "replace_one": "replace one", "zero_out": "zero out one"}
@@ -46,16 +33,17 @@ def public_plots(result: DPStepResult) -> list[Plot]:
     return [epsilon_against_steps(result)]
 
 
-def private_plots(result: DPStepResult) -> list[Plot]:
-    """The figures that say something of single records, each with NOT PRIVATE in the picture itself."""
-    return [norms_before_clipping(result), clipping_by_step(result), losses_by_step(result)]
+def private_plots(result: DPStepResult, unit: str = "") -> list[Plot]:
+    """The figures that say something of single records, each with NOT PRIVATE in the picture itself. unit: of a loss, where it is known."""
+    return [norms_before_clipping(result), clipping_by_step(result), losses_by_step(result, unit)]
 
 
-def write_plots(result: DPStepResult, public: Callable[[str, bytes], None], private: Callable[[str, bytes], None]) -> None:
-    """Draw all figures of a run; `public(name, data)` and `private(name, data)` put each, as <name>.png, where it belongs."""
+def write_plots(result: DPStepResult, public: Callable[[str, bytes], None], private: Callable[[str, bytes], None], unit: str = "") -> None:
+    """Draw all figures of a run; `public(name, data)` and `private(name, data)` put each, as <name>.png, where it belongs. unit: of a
+    loss, where it is known."""
     for plot in public_plots(result):
         public(f"{plot.name}.png", plot.png())
-    for plot in private_plots(result):
+    for plot in private_plots(result, unit):
         private(f"{plot.name}.png", plot.png())
 
 
@@ -80,7 +68,8 @@ def epsilon_against_steps(result: DPStepResult) -> Plot:
         now = step.get(f"epsilon_{counts.lower()}")
         before = [point for point in zip(steps, spent, strict=True) if point[0] < step["steps"]]
         taken = before if now is None or not math.isfinite(now) else [*before, (step["steps"], now)]
-        axes.plot(*_curve(taken), color=DARK, linewidth=2.6, label=f"taken ({counts})", zorder=3)
+        if len(taken) > 1:
+            axes.plot(*_curve(taken), color=DARK, linewidth=2.6, label=f"taken ({counts})", zorder=3)
         for key, marker, name in (("epsilon_pld", "D", "PLD"), ("epsilon_rdp", "o", "RDP")):
             if _is_number(step.get(key)):
                 words = f"after {count(step['steps'], 'step')}: {epsilon(step[key])} ({name})"
@@ -152,7 +141,7 @@ def norms_before_clipping(result: DPStepResult) -> Plot:
         axes.set(xlabel="norm of a record's gradient before clipping (L2, log scale)", ylabel="records per bin")
         if result.bound is not None:
             above = float((drawn > result.bound).mean())
-            words = f"bound {number(result.bound)}; {above:.0%} above"
+            words = f"bound {number(result.bound)}; {percent(above, 0)} above"
             axes.axvline(result.bound, color=REVIEW, linewidth=1.6, linestyle=(0, (4, 3)), label=words)
             legend_above(axes)
     missing = len(norms) - len(drawn)
@@ -169,11 +158,11 @@ def clipping_by_step(result: DPStepResult) -> Plot:
     return _marked(Plot("clip_fraction", "Share of clipped records", caption, figure))
 
 
-def losses_by_step(result: DPStepResult) -> Plot:
+def losses_by_step(result: DPStepResult, unit: str = "") -> Plot:
     """The mean loss of the records of each step's batch, before the step."""
     figure, axes = figure_with_axes(3.0)
     if _draw_by_step(axes, result, "mean_loss"):
-        axes.set(ylabel="mean loss of the batch")
+        axes.set(ylabel=f"mean loss of the batch ({unit})" if unit else "mean loss of the batch")
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
     return _marked(Plot("losses", "Loss", "Mean loss of each batch, before its step; batches are drawn at random. ", figure))
 
@@ -189,8 +178,17 @@ def _curve(points: Sequence[tuple[int, float]]) -> tuple[Array, Array]:
 
 def _curves(curve: Sequence[tuple[int, float]], pld: Sequence[tuple[int, float]], accountant: str) -> dict[str, tuple[Array, Array]]:
     """Accountant -> its curve, as far as it is finite. The first one counts: PLD, the smaller bound, where it has an answer."""
-    found = {"PLD": _curve(pld), **({} if accountant == "PLD" and pld else {accountant: _curve(curve)})}
+    found = {"PLD": _between(*_curve(pld)), **({} if accountant == "PLD" and pld else {accountant: _curve(curve)})}
     return {name: points for name, points in found.items() if len(points[0])}
+
+
+def _between(steps: Array, spent: Array) -> tuple[Array, Array]:
+    """The curve through points that are far apart, as even in the square root of the steps as epsilon nearly is: straight lines between
+    them would lie below it."""
+    if len(steps) < 2:
+        return steps, spent
+    places = np.union1d(steps, np.linspace(np.sqrt(steps[0]), np.sqrt(steps[-1]), _PLACES) ** 2)
+    return places, np.interp(np.sqrt(places), np.sqrt(steps), spent)
 
 
 def _accountants_words(names: Iterable[str]) -> str:
@@ -199,7 +197,8 @@ def _accountants_words(names: Iterable[str]) -> str:
     if not counts:
         return ""
     loose = f", the smaller bound, which counts. Faint: by {others[0]}, which is always larger" if others and others[0] else ""
-    return f"Strong: by {counts}{loose}. "
+    few = ", at a few numbers of steps, and between them as even as their square root" if counts == "PLD" else ""
+    return f"Strong: by {counts}{few}{loose}. "
 
 
 def _line(strong: bool, planned: bool) -> dict[str, Any]:
@@ -269,8 +268,8 @@ def _draw_by_step(axes: Axes, result: DPStepResult, column: str, scale: float = 
         middle = values.rolling(max(5, len(rows) // 20), center=True, min_periods=3).median()
         axes.plot(rows["step"], middle, color=DARK, linewidth=1.8, label="running median")
         legend_above(axes)
-    axes.set(xlabel="step")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set(xlabel="step", xlim=(0, float(rows["step"].max()) * 1.02 + 0.5))
+    count_axis(axes, "x")
     return True
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from psgrad.reports.tables import words_of
+from psgrad.reports.words import percent
 from psgrad.wording import correlation
 
 SCORE_WORDS = {"grad_norm": "gradient norm", "log_norm": "gradient norm"}
@@ -19,9 +20,11 @@ _NEARLY_ONE = 0.9
 
 @dataclass(frozen=True)
 class Rankings:
-    """Two orders of the same samples. offers_loss: whether the loss is not the score yet. disagree: whether their tops do."""
+    """Two orders of the same samples. top: how many first ranks are compared. offers_loss: whether the loss is not the score yet. disagree:
+    whether their tops do."""
 
     sentence: str
+    top: int
     offers_loss: bool
     disagree: bool
     headline: list[tuple[str, str]]
@@ -36,22 +39,30 @@ def rankings_of(outliers: Mapping[str, Any] | None) -> Rankings | None:
         return None
     score, other = score_words(str(facts.get("score", "grad_norm"))), score_words(str(agreement.get("other", "loss")))
     disagree = shared / top < _ALIKE
-    share = 100 if shared == top else min(99, round(100 * shared / top))
-    overlap = f"{shared:,} of the first {top:,} by {score} are among the first {top:,} by {other} ({share}%)"
     order = f"the rank correlation over all samples is {correlation(rho)}"
     both = f"{score[:1].upper()}{score[1:]} and {other}"
     if disagree:
         although = "although" if rho >= _NEARLY_ONE else "and"
         sentence = (
-            f"{score[:1].upper()}{score[1:]} and {other} disagree about which samples to look at first: only {overlap}, {although} {order}."
+            f"{both} disagree about which samples to look at first: {_overlap(shared, top, score, other, 'only ')}, {although} {order}."
         )
     else:
-        sentence = f"{both} agree: {overlap}, and {order}."
+        sentence = f"{both} agree: {_overlap(shared, top, score, other)}, and {order}."
     headline = [
         (f"{shared:,} of {top:,}", f"first by {score} are also first by {other}"),
         (correlation(rho), f"rank correlation of {score} and {other}"),
     ]
-    return Rankings(sentence, other == "loss", disagree, headline)
+    return Rankings(sentence, top, other == "loss", disagree, headline)
+
+
+def _overlap(shared: int, top: int, score: str, other: str, only: str = "") -> str:
+    """How many of the first by the score are first by the other one, too."""
+    if top == 1:
+        return f"the first by {score} is {'' if shared else 'not '}the first by {other}"
+    if not shared:
+        return f"none of the first {top:,} by {score} is among the first {top:,} by {other}"
+    are = "is" if shared == 1 else "are"
+    return f"{only}{shared:,} of the first {top:,} by {score} {are} among the first {top:,} by {other} ({percent(shared / top, 0)})"
 
 
 def score_words(score: str) -> str:

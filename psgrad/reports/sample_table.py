@@ -10,7 +10,7 @@ import pandas as pd
 
 from psgrad.reports.page import at, loss_unit
 from psgrad.reports.tables import DataTable, Heading, TableRow, cell, key_of, words_of
-from psgrad.reports.words import MISSING, brief, group_words, identifier, label, number, percentile
+from psgrad.reports.words import MISSING, brief, group_words, identifier, label, number, percent, percentile, value_words
 from psgrad.results import AnalyzeResult, disagrees, has_classes, top_samples
 
 MAX_SAMPLES = 200
@@ -117,7 +117,7 @@ def values_table(result: AnalyzeResult) -> DataTable | None:
     cells = [
         [
             *(writer(column, result.class_names)(known[each.id][column]) for column in ("rank", "id", *classes)),
-            *(cell(dict(each.values).get(name)) for name in names[:MAX_VALUES]),
+            *(value_words(dict(each.values).get(name)) for name in names[:MAX_VALUES]),
         ]
         for each in shown
     ]
@@ -137,7 +137,7 @@ def writer(column: str, class_names: list[str] | None) -> Callable[[Any], str]:
     if column == "percentile":
         return lambda value: MISSING if pd.isna(value) else percentile(value)
     if column == "confidence":
-        return lambda value: MISSING if pd.isna(value) else f"{value:.1%}"
+        return lambda value: MISSING if pd.isna(value) else percent(value)
     if column == "reasons":
         return lambda value: brief(value if isinstance(value, str) else cell(value), 160)
     if column in KNOWN and KNOWN[column].numeric:

@@ -11,17 +11,21 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, LogNorm
 
-from psgrad.reports.drawing import DARK, REST, REVIEW, SHADES, Plot, figure_with_axes, legend_above, log_axis, log_bins, say_empty
+from psgrad.reports.drawing import DARK, REST, REVIEW, SHADES, Plot, figure_with_axes, legend_above, log_bins, say_empty
+from psgrad.reports.ticks import log_axis
 from psgrad.reports.words import count, identifier, label, number
 from psgrad.results import disagrees
 from psgrad.wording import correlation
 
 MAX_POINTS = 4000  # single samples drawn as pixels; above, they are binned
 
+# What the samples in orange are called: the first ranks, or those that a reference tells from trusted ones.
+LISTED, UNLIKE = "review list", "unlike the reference"
+
 NORM_AXIS = "gradient norm (L2 over all trainable parameters, log scale)"
 
 
-def loss_against_norm(samples: pd.DataFrame, unit: str = "") -> Plot:
+def loss_against_norm(samples: pd.DataFrame, unit: str = "", listed: str = LISTED) -> Plot:
     """Each sample's loss, in a unit, against its norm: points while they can be told apart, binned above that."""
     log_loss = bool((samples.loc[samples["status"] == "ok", "loss"] >= 0).all())
     drawn, not_drawn = drawable(samples, ["grad_norm", "loss"] if log_loss else ["grad_norm"])
@@ -31,7 +35,7 @@ def loss_against_norm(samples: pd.DataFrame, unit: str = "") -> Plot:
     if not len(drawn):
         say_empty(axes)
     else:
-        caption += _draw_points(axes, drawn)
+        caption += _draw_points(axes, drawn, listed)
         alt = f"Loss against gradient norm of {count(len(drawn))}, {count(int(drawn['is_outlier_issue'].sum()))} of them listed."
         log_axis(axes, "x")
         if log_loss:
@@ -120,10 +124,10 @@ def drawable(samples: pd.DataFrame, positive: list[str]) -> tuple[pd.DataFrame, 
 _SHORT = {"grad_norm": "norm", "loss": "loss"}
 
 
-def _draw_points(axes: Axes, drawn: pd.DataFrame) -> str:
+def _draw_points(axes: Axes, drawn: pd.DataFrame, listed: str) -> str:
     """Draw loss against norm, either group as points or, where it has too many, binned; returns what the caption must add."""
     binned = []
-    for in_review, colour, words in ((False, REST, "other samples"), (True, REVIEW, "review list")):
+    for in_review, colour, words in ((False, REST, "other samples"), (True, REVIEW, listed)):
         rows = drawn[drawn["is_outlier_issue"] == in_review]
         if len(rows) > MAX_POINTS:
             _draw_density(axes, rows, within=drawn, colour=colour)
@@ -132,9 +136,7 @@ def _draw_points(axes: Axes, drawn: pd.DataFrame) -> str:
             wrong = disagrees(rows)
             _scatter(axes, rows[~wrong], colour, "o", words)
             _scatter(axes, rows[wrong], colour, "x", f"{words}, prediction differs from label")
-    return (
-        f"Blue: other samples; orange: review list. Binned, darker for more samples (log shade): {' and '.join(binned)}. " if binned else ""
-    )
+    return f"Blue: other samples; orange: {listed}. Binned, darker for more samples (log shade): {' and '.join(binned)}. " if binned else ""
 
 
 def _scatter(axes: Axes, rows: pd.DataFrame, colour: str, marker: str, words: str) -> None:

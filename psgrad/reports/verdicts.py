@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from psgrad.reports.page import FACT_LIMIT
-from psgrad.reports.tables import DataTable, Heading, TableRow
-from psgrad.reports.words import brief, identifier, number
+from psgrad.reports.tables import DataTable, Heading, TableRow, cell
+from psgrad.reports.words import brief, identifier
 from psgrad.results.findings import RULES, CheckResult
 
 MAX_FINDINGS = 100
@@ -25,7 +25,7 @@ def gate_table(check: CheckResult | None) -> DataTable | None:
     ]
     rows = [
         TableRow(
-            [brief(each.rule, 60), each.outcome, number(each.found), number(each.limit), brief(each.message, FACT_LIMIT)],
+            [brief(each.rule, 60), each.outcome, cell(each.found), cell(each.limit), brief(each.message, FACT_LIMIT)],
             differs=frozenset() if each.outcome == "passed" else frozenset([1]),
         )
         for each in check.outcomes

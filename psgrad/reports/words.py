@@ -13,16 +13,26 @@ from psgrad.wording import shorten_middle as shorten_middle
 MISSING = "–"
 LABEL_LIMIT = 40
 ID_LIMIT = 80
+VALUE_LIMIT = 120
 
 
 def number(value: Any) -> str:
-    """Four significant digits: 0.01234, 12.34, 1.2e-07; more where four would make it a 1 that it is not; a dash where there is none."""
+    """Four significant digits: 0.01234, 12.34, 1.2e-07; more where four would round it up to 1; a dash where there is none."""
     if value is None or _is_missing(value):
         return MISSING
     text = f"{value:.4g}"
     if text in ("1", "-1") and 1 - abs(value) > 1e-12:
         text = next(more for more in (f"{value:.{digits}g}" for digits in range(5, 14)) if more != text)
     return text
+
+
+def percent(share: float, digits: int = 1) -> str:
+    """61.2%, with more digits where these would call nearly all 100%, or a few 0%: 99.97%, 0.04%."""
+    for enough in range(digits, 9):
+        text = f"{share:.{enough}%}"
+        if not 0 < share < 1 or 0 < float(text[:-1]) < 100:
+            return text
+    return f"{share:.{digits}%}"
 
 
 def count(n: int, noun: str = "sample") -> str:
@@ -49,11 +59,17 @@ def label(value: Any, class_names: Sequence[str] | None = None) -> str:
 
 def values_line(values: Sequence[tuple[str, Any]]) -> str | None:
     """A table's row on one line: "age 39, hours 40"; None where there are no values."""
-    return ", ".join(f"{brief(name, ID_LIMIT)} {_value(value)}" for name, value in values) or None
+    return ", ".join(f"{brief(name, ID_LIMIT)} {value_words(value)}" for name, value in values) or None
 
 
-def _value(value: Any) -> str:
-    return value if isinstance(value, str) else number(value)
+def value_words(value: Any) -> str:
+    """A value of the data as it stands there, with the seven digits that float32 keeps: a postcode is 94105, and no 9.41e+04 or 94,105."""
+    if value is None or _is_missing(value):
+        return MISSING
+    if isinstance(value, str):
+        return brief(value, VALUE_LIMIT)
+    whole = float(value).is_integer() and abs(value) < 1e15
+    return f"{value:.0f}" if whole else f"{value:.7g}"
 
 
 def group_words(group: Any, by: Any, class_names: Sequence[str] | None) -> str:

@@ -1,4 +1,4 @@
-"""What a run yields: plain records and data frames, with one meaning per column. No torch, no files."""
+"""What a run returns: dataclasses and data frames, with one meaning for each column. No torch, no files."""
 
 from psgrad.results.analyze import PARAMETER_COLUMNS as PARAMETER_COLUMNS
 from psgrad.results.analyze import SAMPLE_COLUMNS as SAMPLE_COLUMNS

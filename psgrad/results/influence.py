@@ -53,24 +53,36 @@ class CheckedRemoval:
     found: float
 
 
+# Steps of a smaller share of full ones go a small part of the way.
+_SHORT = 0.1
+
+
 @dataclass(frozen=True)
 class RemovalCheck:
     """Some of the largest predicted changes, beside what training on from the given weights found.
 
-    steps: how many were taken. converged: whether that reached the minima of the training objectives, which is retraining.
+    steps: how many were taken. converged: whether that reached the minima of the training objectives, which is retraining. length: of the
+    steps, as a mean share of full ones, which raise the training loss of some models.
     """
 
     steps: int
     converged: bool
     removals: list[CheckedRemoval]
+    length: float = 1.0
 
     @property
     def words(self) -> str:
         """What was found, and how."""
         how = "to the minimum" if self.converged else f"for {self.steps} step{'' if self.steps == 1 else 's'} of the full gradient"
-        return (
+        said = (
             f"Found: training went on from these weights {how}, with all rows and without the one, by the scores' own inverse curvature; "
             "the difference between the two."
+        )
+        if self.converged or self.length >= _SHORT:
+            return said
+        return (
+            f"{said} Full steps raise the training loss, and those taken had {self.length:.1g} of their length: what was found is a small "
+            "part of what training to the end would find."
         )
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class Progress:
     """How far one phase of a run has come: `done` of `total` units (total 0: not known).
 
-    `message` is a line for people, `unit` what is counted, `detail` what is shown beside the count: a number that goes with it.
+    `message` is a line for people; with a total of 0 it is that alone, and the phase that is shown goes on. `unit` is what is counted,
+    `detail` what is shown beside the count: a number that goes with it.
     """
 
     done: int

@@ -1,4 +1,4 @@
-"""What stays on the disk: run folders, the ledger of a private run, and writes that a crash can't tear. No torch."""
+"""Run folders, shards, the ledger of a private run, and atomic writes to the disk. No torch."""
 
 from psgrad.storage.folders import RunFolder
 from psgrad.storage.ledger import Ledger

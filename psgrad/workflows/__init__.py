@@ -1,6 +1,6 @@
-"""Each command's whole way, from a config to a run folder. The command line and the Python API both call these.
+"""The data flow of each command, from a config to a run folder. The command line and the Python API both call these.
 
-A command's way is imported when it is asked for, so that none waits for the libraries of the others.
+A command's module is imported when it is used, so that no command waits for the libraries of the others.
 """
 
 from __future__ import annotations

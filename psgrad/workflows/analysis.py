@@ -20,7 +20,7 @@ from psgrad.reports.write import write_report
 from psgrad.results import PARAMETER_COLUMNS, AnalyzeResult, MeasureResult, Progress, TopSample, top_samples
 from psgrad.storage import RunFolder
 from psgrad.storage.finished import load_run
-from psgrad.wording import listed_names
+from psgrad.wording import LOSSES_IN_NATS, listed_names
 from psgrad.workflows.checking import GateFiles, check_samples, gate_files
 from psgrad.workflows.identity import NAMES, names_of
 from psgrad.workflows.judging import Judging
@@ -61,7 +61,7 @@ def analyze(
         gate = gate_files(config.gate, config.base)
         run = set_up(config)
         count = limited(len(run.samples), limit)
-        setting, every = prepare(run, measures, count, lambda message: progress(Progress(0, count, "samples", message)))
+        setting, every = prepare(run, measures, count, lambda message: progress(Progress(0, 0, "samples", message)))
         stream = setting.examples.stream
         judging = Judging(run, measures)
     now = identity(run, count) | judging.identity()
@@ -85,14 +85,14 @@ def analyze(
             frame, facts["outliers"] = judged.frame, judged.facts
             norms = next(each for each in every if isinstance(each, GradientNorms))
             parameters = parameter_table(norms, run.objective.params)
-            results = {each.name: result_of(each, measured.gathered[each.name]) for each in every if each.name}
+            results = {each.name: result_of(each, measured.gathered[each.name], config.loss.name) for each in every if each.name}
             folder.finish_samples(frame)
             folder.write_table("parameters.parquet", parameters)
             folder.write_measures(results)
         facts["engine"] |= {"chunk_size": stream.chunk_size, "out_of_memory_retries": stream.retries, **stream.replayed}
         facts["engine"]["materialised"] = norms.unfactored
         if norms.unfactored:
-            progress(Progress(count, count, "samples", unfactored_words(norms.unfactored)))
+            progress(Progress(0, 0, "samples", unfactored_words(norms.unfactored)))
         facts["counts"] = {"samples": len(frame), "nonfinite": int((frame["status"] == "nonfinite").sum()), "in_dataset": len(run.samples)}
         facts["timings"] = clock.seconds
         shows = config.report.include_inputs
@@ -130,17 +130,18 @@ def limited(count: int, limit: int | float | None) -> int:
     return min(count, int(limit) if whole else max(1, math.floor(share_of(limit, count))))
 
 
-def result_of(measure: Measure, gathered: Gathered) -> MeasureResult:
-    """What a measure gathered, without torch."""
+def result_of(measure: Measure, gathered: Gathered, loss: str) -> MeasureResult:
+    """What a measure gathered, without torch, in units of this loss."""
+    unit = "nats" if loss in LOSSES_IN_NATS else "loss"
     tables = {name: frame_of(table) for name, table in gathered.tables.items()}
     arrays = {name: array.cpu().numpy() for name, array in gathered.arrays.items()}
     return MeasureResult(
         measure.name,
         measure.title or measure.name,
         measure.formula,
-        measure.unit,
+        measure.unit.replace("{loss}", unit),
         measure.source,
-        dict(measure.meanings),
+        {column: meaning.replace("{loss}", unit) for column, meaning in measure.meanings.items()},
         dict(gathered.numbers),
         tables,
         arrays,

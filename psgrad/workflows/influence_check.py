@@ -67,6 +67,11 @@ def check_removals(
         say(f"no removal was tried by training on: {error.arrived}")
         return None
 
+    steps, converged = min(each.steps for each in found), all(each.converged for each in found)
+    if not steps and not converged:
+        say("no removal was tried by training on: no step lowers the training loss, or it is not finite")
+        return None
+
     def mean_change(examples: Sequence[Examples], row: int, place: int) -> float:
         changes = [each.changes(some, row)[rows.index(place)] for each, some in zip(found, examples, strict=True)]
         return float(torch.stack(changes).mean())
@@ -80,7 +85,7 @@ def check_removals(
         row, change = int(setup.training_rows[place]), mean_change([moment.training for moment in setup.moments], place, place)
         name = str(setup.run.samples.ids[row])
         removals.append(CheckedRemoval(name, row, name, None, float(own[place]) if own is not None else change, change))
-    return RemovalCheck(min(each.steps for each in found), all(each.converged for each in found), removals)
+    return RemovalCheck(steps, converged, removals, min(each.length for each in found))
 
 
 def _largest(scores: pd.DataFrame) -> pd.DataFrame:

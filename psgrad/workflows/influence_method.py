@@ -63,7 +63,7 @@ def _kind(name: str, base: Path) -> type[Method]:
             raise ConfigError(
                 f"influence.method: {name} is no method",
                 expected="a class that derives from psgrad.engine.influence.method.Method, a dataclass of its options",
-                next_step="docs/influence.md shows one",
+                next_step="docs/guides/influence.md shows one",
             )
         if inspect.isabstract(kind):
             raise ConfigError(

@@ -155,7 +155,7 @@ class Judging:
             trusted,
             measures_of(_only_needed(trusted.config, self._measures)),
             count,
-            lambda message: say(Progress(0, count, "reference", message)),
+            lambda message: say(Progress(0, 0, "reference", message)),
         )
         measured = Passes(setting, setting.examples.stream, every, about_rows(trusted), folder, say, _PREFIX).run()
         frame = measured.table

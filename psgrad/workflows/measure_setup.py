@@ -136,7 +136,7 @@ def _kind(name: str, base: Path) -> type[Measure]:
             raise ConfigError(
                 f"analyze.measures: {name} is no measure",
                 expected="a class that derives from psgrad.engine.measures.measure.Measure, a dataclass of its options",
-                next_step="docs/measures.md shows one",
+                next_step="docs/reference/measures.md shows one",
             )
         if not kind.name:
             kind.name = name.rpartition(":")[2].lower()

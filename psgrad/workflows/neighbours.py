@@ -16,10 +16,12 @@ from torch import Tensor
 
 from psgrad.engine.gradients.loading import Batch
 from psgrad.engine.privacy.audit import Replayed, record_replay
+from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.generators import make_generator
+from psgrad.engine.privacy.record_draws import RecordDraws, by_record, drawing_by_record, labels_of
 from psgrad.engine.privacy.record_streams import RecordStreams
 from psgrad.engine.privacy.records import RecordBatch, Records, record_loss
-from psgrad.engine.privacy.source import GradientSource, batch_source
+from psgrad.engine.privacy.source import ClippedSum, GradientSource, batch_source
 from psgrad.engine.privacy.step import NoisySum, PrivateTraining
 from psgrad.errors import DataError
 from psgrad.results import NeighbourPair
@@ -100,14 +102,23 @@ def cancelling_pairs(setup: PrivateSetup, base: float, batch: np.ndarray) -> lis
 
 
 def _of_weighted_rows(setup: PrivateSetup, rows: np.ndarray, weights: tuple[float, ...], count: int) -> GradientSource:
-    """The clipped sum of one record, or of none, whose loss is that of these rows, each times its weight."""
+    """The clipped sum of one record, or of none, whose loss is that of these rows, each times its weight. A row that comes twice draws the
+    same both times."""
     objective, block = setup.run.objective, setup.run.reader.take(rows)
     device = next(iter(objective.params.values())).device
-    inputs = (*(x.to(device)[None][:count] for x in block.inputs), torch.tensor([weights], dtype=torch.float64, device=device)[:count])
+    labels = torch.from_numpy(labels_of(rows, 1)[:, 0])
+    inputs = tuple(x.to(device)[None][:count] for x in (*block.inputs, labels, torch.tensor(weights, dtype=torch.float64)))
     target = None if block.target is None else block.target.to(device)[None][:count]
-    loss = record_loss(setup.loss, randomness=setup.run.randomness)
+    draws: RecordDraws = setup.streams.options["draws"]
+    loss = record_loss(by_record(setup.loss, lambda: draws.at(0)), randomness=setup.run.randomness)
     dims = (0, None if target is None else 0)
-    return batch_source(loss, objective.params, inputs, target, in_dims=dims, has_aux=True, randomness=setup.run.randomness)
+    summed = batch_source(loss, objective.params, inputs, target, in_dims=dims, has_aux=True, randomness=setup.run.randomness)
+
+    def source(clipping: Clipping) -> ClippedSum:
+        with drawing_by_record(draws):
+            return summed(clipping)
+
+    return source
 
 
 Contributions = dict[int, dict[str, Tensor]]

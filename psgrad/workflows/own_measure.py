@@ -123,7 +123,7 @@ class OwnMeasure(Measure):
             raise MeasureError(
                 f"the measure {self.spec} raised {describe_failure(error)} in {where}",
                 cause="a mistake in the measure",
-                next_step="--debug shows the line; docs/measures.md says what each method is asked",
+                next_step="--debug shows the line; docs/reference/measures.md says what each method is asked",
             ) from error
 
     def _named(self, found: Any, where: str) -> Arrays:

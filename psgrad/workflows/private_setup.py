@@ -17,10 +17,11 @@ from psgrad.engine.privacy.discrete import default_grid
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.model_state import ModelState
 from psgrad.engine.privacy.noise import Noise
+from psgrad.engine.privacy.own_generators import OwnGenerators
 from psgrad.engine.privacy.published import PublishedTensors
 from psgrad.engine.privacy.record_draws import RecordDraws
 from psgrad.engine.privacy.record_streams import RecordStreams
-from psgrad.engine.privacy.records import Records
+from psgrad.engine.privacy.records import RecordReader, Records
 from psgrad.engine.privacy.refusals import require_expected_batch_size, require_separate_records, require_small_delta, require_tail
 from psgrad.engine.privacy.sampling import Sampling
 from psgrad.engine.privacy.schedules import Schedule
@@ -41,6 +42,11 @@ class Began:
         self.state = ModelState(model, criterion.function)
         trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         self.published = PublishedTensors(model, trained)
+
+    def require_unwritten(self) -> None:
+        """Raises ModelError where rows that went through the model before the first step wrote into a parameter that is trained."""
+        self.state.restore()
+        self.published.require_unwritten()
 
     def resume(self, restore: Callable[[], None]) -> None:
         """Put the state back, read a checkpoint into it, and take that for what it was."""
@@ -106,7 +112,7 @@ def require_privacy(config: Config) -> PrivacyConfig:
         raise ConfigError(
             "the config has no section privacy",
             expected="privacy: with steps, delta, expected_batch_size, sampling, clipping, noise and optimizer",
-            next_step="docs/dp.md describes the section; configs/digits-dp.yaml is an example",
+            next_step="docs/guides/private-training.md describes the section; configs/digits-dp.yaml is an example",
         )
     return config.privacy
 
@@ -127,6 +133,8 @@ def set_up_privately(config: Config, say: Callable[[str], None] = lambda _: None
     else:
         records = Records.of_units(run.samples.units, unit.max_rows)
     augmentation = privacy.augmentation
+    augment = None if augmentation is None else resolve(augmentation.function, config.base)
+    own = OwnGenerators(run.model, run.criterion.function, augment, *run.samples.code)
     told: set[str] = set()
 
     def once(message: str) -> None:
@@ -142,10 +150,12 @@ def set_up_privately(config: Config, say: Callable[[str], None] = lambda _: None
         lambda loss, read: run.stream(once, loss, read),
         randomness=run.randomness,
         combine="mean" if unit is None else unit.combine,
-        augment=None if augmentation is None else resolve(augmentation.function, config.base),
+        augment=augment,
         copies=1 if augmentation is None else augmentation.copies,
         source="privacy.augmentation.function" if augmentation is None else augmentation.function,
-        draws=RecordDraws(make_generator("aes", seed=privacy.noise.seed)),  # with a seed, of the step's number alone: also when resumed
+        draws=RecordDraws(
+            make_generator("aes", seed=privacy.noise.seed), own
+        ),  # with a seed, of the step's number alone: also when resumed
     )
     parameters = {name: run.model.get_parameter(name) for name in run.objective.params}
     clipping = clipping_of(privacy, parameters)
@@ -167,6 +177,7 @@ def set_up_privately(config: Config, say: Callable[[str], None] = lambda _: None
 def refuse(setup: PrivateSetup) -> None:
     """Refuse what would void the guarantee, before anything is drawn. What is looked at here only ever stops a run."""
     privacy, run = setup.privacy, setup.run
+    setup.began.require_unwritten()  # first: the checks below find a model that has set itself up, and changes no more
     require_small_delta(privacy.delta, len(setup.records))
     require_expected_batch_size(privacy.expected_batch_size, setup.sampling, len(setup.records))
     setup.sampling.require_drawable(len(setup.records))
@@ -174,6 +185,9 @@ def refuse(setup: PrivateSetup) -> None:
     looked_at = run.reader.take(np.linspace(0, count - 1, min(count, _ROWS_LOOKED_AT), dtype=np.int64))  # from all over the data
     inputs, target = placed(looked_at.inputs, looked_at.target, run.device, run.dtype)
     require_separate_records(run.objective, inputs, target)
+    if run.samples.code or privacy.augmentation is not None:  # what is read from a file is always the same
+        reader = RecordReader(setup.records, run.reader.take, **setup.streams.options)
+        reader.require_memoryless(np.unique(np.linspace(0, len(setup.records) - 1, _ROWS_LOOKED_AT, dtype=np.int64)))
     if run.model.training:  # what can't draw for each record by itself is refused where it is met
         setup.source(np.arange(1))(setup.clipping)
 

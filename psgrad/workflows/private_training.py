@@ -31,6 +31,7 @@ from psgrad.storage import Ledger, LedgerContent, PrivateRunFolder
 from psgrad.storage.folders import PRIVATE
 from psgrad.storage.ledger_lines import require_same
 from psgrad.storage.private_runs import PREFIX
+from psgrad.wording import LOSSES_IN_NATS
 from psgrad.workflows.interruptions import held
 from psgrad.workflows.private_identity import (
     keep_place,
@@ -101,6 +102,7 @@ def dp_step(
         hashes = private_hashes(setup, uuid4().hex if before is None else before.header["run"])
     with clock("self-check"):
         check = setup.run.self_check(setup.run.stream(lambda _: None))
+        setup.began.require_unwritten()
     facts = {**describe_run("dp-step", setup.run, check), "hashes": hashes}
     optimizer = make_optimizer(privacy.optimizer.name, privacy.optimizer.kwargs, setup.parameters.values())
     if before is None:
@@ -289,7 +291,8 @@ class Run:
             notes=[*notes, *self._notes(), *(f"{key}: {note}" for key, note in step["accounting_notes"].items())],
         )
         steps = self._write_private()
-        write_plots(replace(result, steps=steps), self.folder.write_public_bytes, self.folder.write_private_bytes)
+        unit = "nats" if self.setup.run.config.loss.name in LOSSES_IN_NATS else ""
+        write_plots(replace(result, steps=steps), self.folder.write_public_bytes, self.folder.write_private_bytes, unit)
         return result
 
     def _model_bytes(self) -> bytes:

@@ -307,7 +307,7 @@ def test_a_model_that_raises(workplace: Workplace) -> None:
 
 def test_an_operator_without_a_rule(workplace: Workplace) -> None:
     workplace.use_model(linear_model("weight = torch.geqrf(self.layer.weight)[0]", "return x @ weight.t()"))
-    workplace.refused(3, "geqrf has no rule", "model.py:", "docs/adding-an-operator.md")
+    workplace.refused(3, "geqrf has no rule", "model.py:", "docs/guides/adding-an-operator.md")
 
 
 def test_a_number_that_depends_on_the_data(workplace: Workplace) -> None:

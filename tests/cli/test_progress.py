@@ -46,6 +46,28 @@ def test_each_phase_has_a_last_line_and_messages_come_at_once() -> None:
     assert stream.getvalue().splitlines() == ["imports: digits", "self-check: 3/3 samples", "gradients: 5/10 samples"]
 
 
+def _with_messages(display: PlainDisplay | BarDisplay) -> None:
+    display(Progress(5, 10, "samples"))
+    display(Progress(0, 0, "samples", "amid"))
+    display(Progress(10, 10, "samples"))
+    display(Progress(7, 7, "checkpoint-0"))
+    display(Progress(0, 0, "samples", "the checkpoints disagree"))
+
+
+def test_a_message_amid_or_after_a_phase_is_no_progress_of_it() -> None:
+    """It neither begins a phase anew, nor tells how far one has come that is over."""
+    stream = io.StringIO()
+    with PlainDisplay(stream, Clock()) as display:
+        _with_messages(display)
+    assert stream.getvalue().splitlines() == ["amid", "samples: 10/10 samples", "the checkpoints disagree", "checkpoint-0: 7/7 samples"]
+
+
+def test_a_message_after_a_phase_gets_no_bar() -> None:
+    with BarDisplay(Terminal()) as display:
+        _with_messages(display)
+        assert [task.description for task in display._bars.tasks] == ["samples", "checkpoint-0"]
+
+
 def test_steps_are_counted_as_steps_with_what_goes_along() -> None:
     """Those of an earlier run are done, and say nothing of this one's speed."""
     stream, clock = io.StringIO(), Clock()

@@ -18,6 +18,7 @@ from torch import Tensor
 from psgrad.engine.gradients import per_sample_gradients
 from psgrad.engine.transforms import derivatives, grad, interpreter, jvp, operators, vmap
 from psgrad.engine.transforms.rules import registry
+from psgrad.errors import TransformError
 from tests.random_programs.checking import Outcome, check
 from tests.random_programs.programs import Argument, Program, Statement
 from tests.random_programs.shrinking import shrunk
@@ -26,7 +27,7 @@ from tests.random_programs.writer import write
 PROGRAMS, BLOCKS = 200, 8
 SECONDS = 60
 # How many of a run's programs may fail, as long as not all that were found are mended: so many, or this share of them.
-FEW, SHARE = 4, 0.005
+FEW, SHARE = 3, 0.0005
 
 
 def failure(seed: int) -> str:
@@ -47,7 +48,7 @@ def test_random_operator_programs_fixed_seeds(block: int) -> None:
 def test_random_operator_programs_seed_of_the_day(capsys: pytest.CaptureFixture[str]) -> None:
     """One minute of programs that nobody has seen; PSGRAD_PROGRAMS_SEED repeats those of another day.
 
-    The aim is that none fails. About one or two of a thousand still do, most of them with infinities, NaN or numbers of 1e30; each is
+    The aim is that none fails. About one of eight thousand still does, most of them with infinities, NaN or numbers of 1e30; each is
     printed. What turns this test red is more than that: a fault that is new.
     """
     day = int(os.environ.get("PSGRAD_PROGRAMS_SEED") or datetime.datetime.now(datetime.UTC).strftime("%Y%m%d"))
@@ -130,6 +131,19 @@ def test_vmap_outer_autograd_write_into_whole_view_after_write_through_another(n
 
     found = torch.autograd.grad(vmap(f)(v).sum(), p)[0]
     torch.testing.assert_close(found, (2 * p * v * v).sum(0).detach())
+
+
+SEVERAL_VIEWS = {"unbind": lambda w: w.unbind(0)[1], "split": lambda w: w.split(2)[0], "chunk": lambda w: w.chunk(2)[0]}
+
+
+@pytest.mark.parametrize("name", SEVERAL_VIEWS)
+def test_vmap_outer_autograd_write_into_one_of_several_views_refused(name: str) -> None:
+    write_into = lambda w, p: SEVERAL_VIEWS[name](w).mul_(p)
+    with pytest.raises(TransformError, match=r"writes in place into one of several views.*test_operator_programs.py"):
+        by_outer_autograd(write_into, True)
+    found = vmap(grad(lambda p, v: (SEVERAL_VIEWS[name](w := v.clone()).mul_(p), w.sum())[1]), (None, 0))(P, V)
+    part = {"unbind": V[:, 1], "split": V[:, :2].sum(1), "chunk": V[:, :2].sum(1)}[name]
+    torch.testing.assert_close(found, part)
 
 
 @pytest.mark.parametrize("mapped", [True, False])
@@ -333,8 +347,14 @@ def test_vector_norm_in_another_dtype_gradient_dtype() -> None:
     torch.testing.assert_close(vmap(grad(f))(x), loop)
 
 
-def test_second_derivative_of_sinc_at_zero() -> None:
-    torch.testing.assert_close(grad(grad(torch.sinc))(torch.tensor(0.0, dtype=torch.float64)), torch.tensor(-(torch.pi**2) / 3).double())
+@pytest.mark.parametrize("x", [0.0, 1e-300, 1e-30, 1e-8, 1e-3])
+def test_sinc_derivatives_around_zero(x: float) -> None:
+    """sinc x = 1 - (pi x)^2 / 6 + (pi x)^4 / 120 - ..., of which the first terms suffice here."""
+    square, first = -(math.pi**2) / 3, grad(torch.sinc)
+    expected = [square * x + math.pi**4 / 30 * x**3, square + math.pi**4 / 10 * x**2, math.pi**4 / 5 * x]
+    at = torch.tensor([x], dtype=torch.float64)
+    found = [vmap(f)(at) for f in (first, grad(first), grad(grad(first)))]
+    torch.testing.assert_close(torch.cat(found), torch.tensor(expected, dtype=torch.float64), rtol=1e-5, atol=0)
 
 
 def test_xlog1py_derivatives_at_zero() -> None:

@@ -16,7 +16,7 @@ FILES = {
     "top.py": """\
 import ci_one
 from ci_package import inside as other
-import json, numpy
+import json, numpy, tabnanny
 
 
 def build():
@@ -24,22 +24,34 @@ def build():
     import importlib
 
     importlib.import_module("ci_" + "computed")
+
+
+def forward():
+    import importlib
+
+    importlib.import_module("ci_literal")
+    importlib.import_module(".leaf", package="ci_package.deep")
+    __import__("ci_dunder")
 """,
     "ci_one.py": "from ci_two import *\n",
     "ci_two.py": "import ci_one\nif False:\n    import ci_never\n",
     "ci_never.py": "",
     "ci_late.py": "try:\n    import ci_absent\nexcept ImportError:\n    pass\n",
     "ci_computed.py": "",
+    "ci_literal.py": "",
+    "ci_dunder.py": "",
+    "tabnanny.py": "",  # as a module of Python's own library is called
     "ci_unrelated.py": "",
     "ci_package/__init__.py": "",
-    "ci_package/inside.py": "from . import beside\nfrom .deep.leaf import x\n",
+    "ci_package/inside.py": "from . import beside\nfrom .deep.leaf import x\ndef f():\n    import_module('.lazy', __package__)\n",
+    "ci_package/lazy.py": "",
     "ci_package/beside.py": "",
     "ci_package/unused.py": "",
     "ci_package/deep/__init__.py": "",
     "ci_package/deep/leaf.py": "from ..beside import __name__ as x\n",
 }
 EXPECTED = {"top.py", "ci_one", "ci_two", "ci_never", "ci_late", "ci_computed", "ci_package", "ci_package.inside", "ci_package.beside"}
-EXPECTED |= {"ci_package.deep", "ci_package.deep.leaf"}
+EXPECTED |= {"ci_package.deep", "ci_package.deep.leaf", "ci_package.lazy", "ci_literal", "ci_dunder", "tabnanny"}
 
 
 @pytest.fixture
@@ -53,7 +65,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def forget() -> None:
-    for name in [name for name in sys.modules if name.startswith(("ci_", "psgrad_file_"))]:
+    for name in [name for name in sys.modules if name.startswith(("ci_", "psgrad_file_", "tabnanny"))]:
         del sys.modules[name]
 
 
@@ -110,3 +122,12 @@ def test_code_identity_of_a_class_from_elsewhere(folder: Path) -> None:
     """Classes of what was made belong to it, wherever they were imported from."""
     importlib.import_module("ci_unrelated")
     assert "ci_unrelated" in code_identity("top.py:build", folder, ["ci_unrelated"]).files
+
+
+def test_code_identity_of_what_lies_with_packages_and_has_no_version_is_its_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = folder / "site-packages"
+    place.mkdir()
+    (place / "ci_vendored.py").write_text("import ci_unrelated\n")
+    (folder / "other.py").write_text("import ci_vendored\n\n\ndef build():\n    pass\n")
+    monkeypatch.syspath_prepend(str(place))
+    assert set(code_identity("other.py:build", folder).files) == {"other.py", "ci_vendored", "ci_unrelated"}

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import random
+import re
 import subprocess
 import sys
 import types
+from array import array
+from collections import defaultdict, deque
 from collections.abc import Callable
-from functools import partial
+from decimal import Decimal
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -124,6 +129,80 @@ class Model(nn.Module):
         self.space = types.SimpleNamespace(power=2)
         scale = 3.0
         self.closure = lambda x: x * scale
+        self.parts = nn.ModuleDict({"a": nn.ReLU(), "b": nn.Tanh()})
+        self.kept = types.SimpleNamespace(**{name: first for name, (first, _) in VALUES.items()})
+
+
+def closed(value: float) -> Any:
+    """An object of a class whose methods close over a value."""
+
+    class Act:
+        @property
+        def scale(self) -> float:
+            return value
+
+        def __call__(self, x: float) -> float:
+            return x * self.scale
+
+    return Act()
+
+
+def of_class(value: float) -> Any:
+    class Act:
+        scale = value
+
+    return Act()
+
+
+def cached(value: float) -> Any:
+    @lru_cache
+    def scale() -> float:
+        return value
+
+    return scale
+
+
+def noted(value: float) -> Any:
+    def act(x: float) -> float:
+        return x * act.scale  # type: ignore[attr-defined, no-any-return]
+
+    act.scale = value  # type: ignore[attr-defined]
+    return act
+
+
+class Named(list):  # type: ignore[type-arg]
+    def __init__(self, name: str) -> None:
+        super().__init__([1])
+        self.name = name
+
+
+# Two values of each kind that compute different things.
+VALUES: dict[str, tuple[Any, Any]] = {
+    "range": (range(3), range(4)),
+    "slice": ((slice(0, 2), ...), (slice(0, 3), ...)),
+    "deque": (deque([1.0], maxlen=2), deque([1.0], maxlen=3)),
+    "decimal": (Decimal("1.0"), Decimal("1.1")),
+    "bytearray": (bytearray(b"a"), bytearray(b"b")),
+    "array": (array("d", [1.0]), array("d", [2.0])),
+    "pattern": (re.compile("a"), re.compile("b")),
+    "date": (np.array(["2020"], dtype="datetime64[Y]"), np.array(["2021"], dtype="datetime64[Y]")),
+    "masked": (np.ma.array([1, 2], mask=[0, 1]), np.ma.array([1, 2], mask=[1, 0])),
+    "random": (random.Random(1), random.Random(2)),
+    "numpy_generator": (np.random.default_rng(1), np.random.default_rng(2)),
+    "torch_generator": (torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)),
+    "defaults": (defaultdict(int, a=1), defaultdict(float, a=1)),
+    "distribution": (torch.distributions.Normal(0.0, 1.0), torch.distributions.Normal(0.0, 2.0)),
+    "closure_of_a_method": (closed(1.0), closed(2.0)),
+    "attribute_of_a_class": (of_class(1.0), of_class(2.0)),
+    "attribute_of_a_function": (noted(1.0), noted(2.0)),
+    "function_in_a_cache": (cached(1.0), cached(2.0)),
+    "attribute_of_a_list": (Named("a"), Named("b")),
+    "function_of_no_file": (eval("lambda x: x + 1"), eval("lambda x: x + 2")),
+}
+
+
+def _reorder(model: Model) -> None:
+    model.parts = nn.ModuleDict({"b": nn.Tanh(), "a": nn.ReLU()})
 
 
 def _rehook(model: Model) -> None:
@@ -152,7 +231,9 @@ CHANGES: dict[str, Callable[[Model], Any]] = {
     "closure": lambda m: setattr(m, "closure", (lambda scale: lambda x: x * scale)(4.0)),
     "class": lambda m: m.body.__setitem__(1, nn.AlphaDropout(0.1)),
     "hook": _rehook,
+    "order of modules": _reorder,
 }
+CHANGES |= {name: lambda m, name=name: setattr(m.kept, name, VALUES[name][1]) for name in VALUES}  # type: ignore[misc]
 
 
 def hashes(model: nn.Module) -> tuple[str, str]:
@@ -190,6 +271,10 @@ def test_identify_cycles_and_deep_lists() -> None:
 
 
 PROGRAM = """
+import collections
+import random
+
+import numpy as np
 import torch
 from torch import nn
 from psgrad.inputs.model_identity import identify
@@ -199,6 +284,8 @@ def made():
     model = nn.Sequential(nn.Linear(2, 2), nn.MultiheadAttention(4, 2))
     model.names = {"a", "b", "c", "d"}
     model.table = {name: 1 for name in model.names}
+    model.kept = [random.Random(0), np.random.default_rng(0), torch.Generator(), collections.deque([1]), range(3)]
+    model.function = lambda x: x in {"a", "b"}
     return model
 """
 
@@ -206,7 +293,7 @@ def made():
 @pytest.mark.parametrize("wrap", ["", pytest.param("torch.compile", marks=pytest.mark.sweep)])
 def test_identify_is_the_same_in_every_process(wrap: str) -> None:
     """Python's hash of a text, and so the order of a set, is another one in each process."""
-    here: dict[str, Any] = {}
+    here: dict[str, Any] = {"__name__": "__main__"}
     exec(f"{PROGRAM}\nfound = identify({wrap}(made()))", here)
     program = f"{PROGRAM}\nfound = identify({wrap}(made()))\nprint(found.weights_sha256, found.modules_sha256)"
     environment = {"PYTHONPATH": ":".join(sys.path), "PYTHONHASHSEED": "1"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +15,9 @@ from hypothesis import strategies as st
 
 from psgrad.errors import DataError
 from psgrad.quality.comparing import changes_of, counts_of, groups_of, matched, spearman
-from psgrad.reports.comparison import FORMATS, render_comparison
+from psgrad.reports.comparison import FORMATS, render_comparison, sections, sentences
 from psgrad.reports.comparison_page import draw_comparison, render_page
+from psgrad.reports.words import number, percentile
 from psgrad.workflows.comparing import diff
 from tests.nasty import NASTY, NOT_IN_PARQUET
 from tests.verdicts import finished, table
@@ -127,6 +130,25 @@ def test_two_runs_that_were_measured_differently_are_warned_of(tmp_path: Path) -
     assert warnings[3] == "B is PARTIAL: it looked at the first 5 of 9 samples (--limit)"
     assert diff(a, a).warnings == ()
     assert diff(a, a).spearman == pytest.approx(1.0)
+
+
+def test_numbers_of_a_comparison_are_exact_where_they_are_whole(tmp_path: Path) -> None:
+    """A correlation of 1 is the same order and nothing less, and percentiles have two digits."""
+    a, b = finished(tmp_path / "a", table(400)), finished(tmp_path / "b", table(400))
+    same = diff(a, b)
+    assert "rank correlation (Spearman) 1; 0 rose" in sentences(same)[1]
+    assert "rank correlation (Spearman) 0.9999;" in sentences(replace(same, spearman=0.99996))[1]
+    moved = finished(tmp_path / "c", table(400).assign(grad_norm=lambda frame: np.roll(frame["grad_norm"], 7)))
+    found = diff(a, moved)
+    cells = [row for _, rows in sections(found) for row in rows]
+    assert cells
+    assert all(re.fullmatch(r"\d+\.\d\d", cell) for row in cells for cell in row[3:5])
+    known = {str(row["id"]): row for row in found.changes.to_dict("records")}
+    for row in cells:
+        change = known[row[0]]
+        assert row[1:3] == (number(change["score_a"]), number(change["score_b"]))
+        assert row[3:5] == (percentile(change["percentile_a"]), percentile(change["percentile_b"]))
+        assert row[5] == f"{change['percentile_b'] - change['percentile_a']:+.2f}"
 
 
 def test_runs_by_different_scores_are_compared_by_norms(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ ALLOWED = (
     "BatchNorm in training mode",
     "writes in place into a tensor that views were taken of",
     "writes in place into a view made by",
+    "writes in place into one of several views",
     "writes in place into a traced tensor",
     "writes in place into a tensor without a sample axis",
     "writes in place into a tensor from outside",

@@ -124,25 +124,46 @@ class Loops:
         return torch.enable_grad()
 
 
-class ForwardLoops(Loops):
-    """The same, but with PyTorch's forward mode for JVPs, which the loop else takes from two passes back."""
+class LoopsByOutput(Loops):
+    """The same, but with each output of a Jacobian pulled back alone: no cotangent of zero meets another's infinities.
+
+    It is for Jacobians by tangents, which know no cotangents.
+    """
+
+    def jacfwd(self, f: Function, places: Sequence[int]) -> Function:
+        def jacobian(*args: Tensor) -> Any:
+            given = [followed(args[i]) for i in places]
+            outs, structure = tree_flatten(within(f, places, args)(*given))
+            return tree_unflatten([self._rows([out], 0, given) for out in outs], structure)
+
+        return jacobian
+
+
+class TangentLoops(Loops):
+    """The same, but with a JVP for each column of a Jacobian, where the loop else takes its rows."""
+
+    def jacfwd(self, f: Function, places: Sequence[int]) -> Function:
+        """Tangents of zero go into the other arguments, and may meet infinities, as they do in torch.func.jacfwd."""
+
+        def jacobian(*args: Tensor) -> Any:
+            columns, zeros = [], [torch.zeros_like(args[place]) for place in places]
+            for number, place in enumerate(places):
+                units = torch.eye(args[place].numel(), dtype=args[place].dtype).reshape(-1, *args[place].shape)
+                pushed = [self.jvp(f, places, args, [*zeros[:number], unit, *zeros[number + 1 :]]) for unit in units]
+                columns.append([torch.stack(some, -1).reshape(*some[0].shape, *args[place].shape) for some in zip(*pushed, strict=True)])
+            return tuple(zip(*columns, strict=True))
+
+        return jacobian
+
+
+class ForwardLoops(TangentLoops):
+    """The same, with PyTorch's forward mode for JVPs, which the loop else takes from two passes back."""
 
     def jvp(self, f: Function, places: Sequence[int], args: Sequence[Tensor], tangents: Sequence[Tensor]) -> Any:
         with forward_ad.dual_level():
             duals = [forward_ad.make_dual(args[i].clone(), t.clone()) for i, t in zip(places, tangents, strict=True)]
             out = within(f, places, args)(*duals)
             return tree_map(lambda x: _tangent(forward_ad.unpack_dual(x).tangent, x), out)
-
-    def jacfwd(self, f: Function, places: Sequence[int]) -> Function:
-        def jacobian(*args: Tensor) -> Any:
-            columns = []
-            for place in places:
-                units = torch.eye(args[place].numel(), dtype=args[place].dtype).reshape(-1, *args[place].shape)
-                pushed = [self.jvp(f, [place], args, [unit]) for unit in units]
-                columns.append([torch.stack(some, -1).reshape(*some[0].shape, *args[place].shape) for some in zip(*pushed, strict=True)])
-            return tuple(zip(*columns, strict=True))
-
-        return jacobian
 
 
 def _tangent(tangent: Tensor | None, value: Tensor) -> Tensor:

@@ -16,14 +16,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten
 
 from psgrad.errors import PsgradError
 from tests.random_programs import queries
 from tests.random_programs.allowed import allowed
-from tests.random_programs.backends import ForwardLoops, Loops, Ours
+from tests.random_programs.backends import ForwardLoops, Loops, LoopsByOutput, Ours, TangentLoops
 from tests.random_programs.modes import MODES, Case
-from tests.random_programs.programs import FIRST_ORDER, Program, Statement
+from tests.random_programs.programs import FIRST_ORDER, Program
+from tests.random_programs.rounding import EveryOperatorRounds, Nudge
 from tests.random_programs.writer import PER_SAMPLE
 
 EQUAL, BOTH_RAISED, REFUSED, RANGE, ONLY_OURS = (
@@ -34,7 +36,6 @@ EQUAL, BOTH_RAISED, REFUSED, RANGE, ONLY_OURS = (
     "only the loop raised, by a limit of autograd",
 )
 ROUNDED = "as exact as the type allows, where the loop is more so"
-LOST = "NaN, which PyTorch's logcumsumexp loses on its way back"
 NO_NUMBER = "a higher derivative of PyTorch's is no number, of finite values"
 NOT_NOTICED = "refused by autograd, which does not notice the write in the loop, and is wrong there"
 WRONG, INTERNAL, ACCEPTED = "WRONG NUMBER", "INTERNAL ERROR", "ACCEPTED WHAT THE LOOP REFUSES"
@@ -125,12 +126,12 @@ def run_loop(
 ) -> list[Tensor]:
     """The loop's results. moved: a seed by which values are moved. strictly: as PyTorch's autograd runs it without our help."""
     values = program.values(dtype)
-    after = again = None
+    ways: dict[str, Any] = {"plain": not strictly, "written_out": written_out}
     if moved is not None:
-        nudge = _Nudge(moved)
+        nudge = Nudge(moved)
         values = [nudge(x) for x in values]
-        after, again = nudge.after, nudge.again
-    f = program.function(plain=not strictly, after=after, again=again, written_out=written_out)
+        ways |= {"after": nudge.after, "again": nudge.again, "inside": nudge}
+    f = program.function(**ways)
     case = Case.of(program, f, values)
     if strictly:
         return _flat(MODES[program.mode](loops, case))
@@ -140,43 +141,6 @@ def run_loop(
 
 def _flat(tree: Any) -> list[Tensor]:
     return [x.detach() for x in tree_flatten(tree)[0]]
-
-
-class _Nudge:
-    """Moves floating values, and the cotangents that pass, by one unit in the last place or none."""
-
-    def __init__(self, seed: int) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if not x.is_floating_point():
-            return x
-        unit = torch.randint(-1, 2, x.shape, generator=self.generator).to(x.dtype) * torch.finfo(x.dtype).eps
-        return x * (1 + unit)
-
-    def again(self, x: Any) -> Any:
-        """The same value, whose cotangent is moved: those of a value's several uses are rounded, each by itself, before they cancel."""
-        return _Passed.apply(x, self) if isinstance(x, Tensor) and x.is_floating_point() else x
-
-    def after(self, names: dict[str, Any], statement: Statement) -> None:
-        x = names[statement.target]
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            return
-        if statement.writes:
-            x.copy_(self(x.clone()))
-        elif not x._is_view() and all(x is not other for name, other in names.items() if name != statement.target):
-            names[statement.target] = self(x)
-
-
-class _Passed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, nudge: _Nudge) -> Tensor:
-        ctx.nudge = nudge
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return ctx.nudge(g), None
 
 
 def _of_error(program: Program, error: BaseException, plain_error: BaseException | None) -> Outcome:
@@ -213,7 +177,7 @@ def _compared(program: Program, ours: list[Tensor], plain: list[Tensor]) -> Outc
         return Outcome(EQUAL)
     off = [far + wide for far, wide in zip(_measured(program, plain), _by_wider_numbers(program, plain), strict=True)]
     found = _differences(program, ours, plain, off)
-    if not found or _agrees_with_forward_mode(program, ours, off):
+    if not found or _agrees_with_forward_mode(program, ours, plain, off):
         return Outcome(EQUAL)
     if program.mode not in FIRST_ORDER or (program.extreme and "jacrev" in program.mode):  # whose rows hold cotangents of zero
         unsaid = [far.masked_fill(y.isnan(), math.nan) for y, far in zip(plain, off, strict=True)]
@@ -221,50 +185,72 @@ def _compared(program: Program, ours: list[Tensor], plain: list[Tensor]) -> Outc
             unsaid = [far.masked_fill(~(x.isfinite() & y.isfinite()), math.nan) for x, y, far in zip(ours, plain, unsaid, strict=True)]
         if not _differences(program, ours, plain, unsaid):
             return Outcome(NO_NUMBER)
-    if _agrees_with_written_out(program, ours, off):
+    if program.extreme and _agrees_the_other_way(program, ours, off):
         return Outcome(EQUAL)
-    if program.extreme and any("logcumsumexp" in s.text for s in program.statements):  # whose logarithms of cotangents know no NaN
-        unheard = [far.masked_fill(x.isnan(), math.nan) for x, far in zip(ours, off, strict=False)]
-        if not _differences(program, ours, plain, unheard):
-            return Outcome(LOST)
     if _is_moderate(program) and _shrinks_with_the_unit(program, ours, plain):
         return Outcome(ROUNDED, found)
     if program.extreme and not _differences(
-        program, ours, plain, [far + near for far, near in zip(off, _half_of_the_digits(plain), strict=True)]
+        program, ours, plain, [far + inside for far, inside in zip(off, _by_operators(program, plain), strict=True)]
     ):
         return Outcome(ROUNDED, found)
-    if _by_cumprod(program, ours, plain, off):
-        return Outcome(NO_NUMBER)
     if program.extreme and program.dtype != torch.float64 and _differs_by_range_alone(program, ours, plain):
         return Outcome(RANGE, found)
     return Outcome(WRONG, found)
 
 
-def _agrees_with_forward_mode(program: Program, ours: list[Tensor], off: list[Tensor]) -> bool:
-    """Whether PyTorch's own forward mode says what we do: its double backward passes, the loop's other way to a JVP, have gaps."""
+def _agrees_with_forward_mode(program: Program, ours: list[Tensor], plain: list[Tensor], off: list[Tensor]) -> bool:
+    """Whether another way to a JVP says what we do: PyTorch's double backward passes have gaps, and its forward mode has others."""
     if "jvp" not in program.mode and "jacfwd" not in program.mode:
         return False
-    forward, error = attempted(lambda: run_loop(program, loops=ForwardLoops()))
-    return error is None and not _differences(program, ours, forward, off)
-
-
-def _agrees_with_written_out(program: Program, ours: list[Tensor], off: list[Tensor]) -> bool:
-    """Whether what WrittenOut defines says what we do.
-
-    The kernels of normalisations add the mean times the scale, which is NaN where the scale is infinite; PyTorch's derivative of the
-    binary cross entropy in the target is not that of its value, whose logarithms have a bound.
-    """
-    if not any("_norm(" in s.text or "binary_cross_entropy(" in s.text for s in program.statements):
+    for loops in (ForwardLoops(), TangentLoops()):
+        forward, error = attempted(lambda loops=loops: run_loop(program, loops=loops))
+        if error is None and not _differences(program, ours, forward, off):
+            return True
+    alone, error = attempted(lambda: run_loop(program, loops=LoopsByOutput()))
+    if error is not None or len(alone) != len(ours):
         return False
-    plain, error = attempted(lambda: run_loop(program, written_out=True))
+    # A number that is finite where no zero of another output meets a NaN is that number.
+    known = [torch.where(x.isfinite() & y.isnan(), one, y) for x, y, one in zip(ours, plain, alone, strict=True)]
+    return not _differences(program, ours, known, off)
+
+
+def _agrees_the_other_way(program: Program, ours: list[Tensor], off: list[Tensor]) -> bool:
+    """Whether normalisations say what we do as kernels, if the oracle has them written out, and the reverse.
+
+    The kernels add the mean times the scale, which is NaN where the scale is infinite, and so do some of our ways, but not all.
+    """
+    if not any("_norm(" in s.text for s in program.statements):
+        return False
+    plain, error = attempted(lambda: run_loop(program, written_out=program.mode in FIRST_ORDER))
     return error is None and not _differences(program, ours, plain, off)
 
 
 def _measured(program: Program, plain: list[Tensor]) -> list[Tensor]:
     """How far moved values lead: for each number of the loop's the largest difference, times MULTIPLE."""
+    off = _led_to(plain, lambda seed: run_loop(program, moved=seed))
+    if program.mode in FIRST_ORDER and any("_norm(" in s.text for s in program.statements):
+        written_out, error = attempted(lambda: run_loop(program, written_out=True))
+        if error is None:
+            others = _led_to(written_out, lambda seed: run_loop(program, moved=seed, written_out=True))
+            off = [torch.maximum(far, other) for far, other in zip(off, others, strict=True)]
+    return off
+
+
+def _by_operators(program: Program, plain: list[Tensor]) -> list[Tensor]:
+    """The same where each operator rounds, also those inside a statement and on the way back."""
+
+    def run(seed: int | None) -> list[Tensor]:
+        with EveryOperatorRounds(seed), sdpa_kernel(SDPBackend.MATH):  # attention rounds inside its kernels, too
+            return run_loop(program)
+
+    unmoved, error = attempted(lambda: run(None))
+    return _led_to(plain if error is not None else unmoved, run)
+
+
+def _led_to(plain: list[Tensor], run: Callable[[int], list[Tensor]]) -> list[Tensor]:
     off = [torch.zeros_like(x, dtype=torch.float64) for x in plain]
     for seed in range(ROUNDINGS):
-        moved, error = attempted(lambda seed=seed: run_loop(program, moved=seed))
+        moved, error = attempted(lambda seed=seed: run(seed))
         if error is not None:
             continue
         for far, x, y in zip(off, plain, moved, strict=True):
@@ -317,22 +303,6 @@ def _is_wrong(program: Program, x: Tensor, y: Tensor, far: Tensor, *, as_gradien
     difference = (x.double() - y.double()).abs()
     kinds = _same_kind(x, y) if as_gradients else x.isfinite() == y.isfinite()
     return torch.where(finite, difference > allowed, ~kinds & ~(far == math.inf) & ~(far.isnan()))
-
-
-def _half_of_the_digits(plain: list[Tensor]) -> list[Tensor]:
-    """How far float64 may be off beside numbers whose sizes differ by 1e15 and more: their sums cancel inside kernels, where no
-    moved value shows it. 1.5e-8 of the number; nothing in other types.
-    """
-    wide = [x.double().abs().nan_to_num(0, 0, 0) for x in plain]
-    return [y * (torch.finfo(x.dtype).eps ** 0.5 if x.dtype == torch.float64 else 0.0) for x, y in zip(plain, wide, strict=True)]
-
-
-def _by_cumprod(program: Program, ours: list[Tensor], plain: list[Tensor], off: list[Tensor]) -> bool:
-    """Whether all that differs is NaN in the loop's gradient of cumprod, which divides by the numbers: infinity by infinity, too."""
-    if not program.extreme or not any("cumprod" in statement.text for statement in program.statements):
-        return False
-    unsaid = [far.masked_fill(y.isnan(), math.nan) for y, far in zip(plain, off, strict=True)]
-    return not _differences(program, ours, plain, unsaid)
 
 
 def _is_moderate(program: Program) -> bool:

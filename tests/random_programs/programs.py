@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.random_programs.written_out import WrittenOut
+from tests.random_programs.written_out import Conventions, WrittenOut, WrittenOutTorch
 from tests.seeds import set_seed
 
 FIRST_ORDER = {
@@ -102,21 +102,23 @@ class Program:
         after: Callable[[dict[str, Any], Statement], None] | None = None,
         again: Callable[[Any], Any] | None = None,
         written_out: bool | None = None,
+        inside: Callable[[Tensor], Tensor] = lambda x: x,
     ) -> Callable[..., Any]:
         """The program as a function of its arguments. plain: as the oracle runs it. after: called when a statement has run.
 
-        again: what a statement sees of a value that it names a second time. written_out: whether normalisations are programs of elementwise
-        operators; by default where the oracle takes second derivatives.
+        again: what a statement sees of a value that it names a second time. written_out: whether the functions of WrittenOut are
+        programs of elementwise operators; by default where the oracle takes second derivatives. inside: what these see of their values.
         """
         written_out = plain and self.mode not in FIRST_ORDER if written_out is None else written_out
         texts = [s.plain if plain and s.plain is not None else s.text for s in self.statements]
         lines = [(compiled(text if again is None else self._again(text)), s) for text, s in zip(texts, self.statements, strict=True)]
 
         def f(*args: Tensor) -> tuple[Tensor, ...]:
-            functional = WrittenOut() if written_out else F
-            names: dict[str, Any] = {"torch": torch, "F": functional, "again": again} | {
-                a.name: x for a, x in zip(self.arguments, args, strict=True)
-            }
+            functional: Any = WrittenOut(inside) if written_out else Conventions() if plain else F
+            if functional is not F and "jvp" not in self.mode and "jacfwd" not in self.mode:
+                functional.embedding = F.embedding  # its double backward pass is no tangent here, but a second derivative
+            modules = {"torch": WrittenOutTorch() if written_out else torch, "F": functional}
+            names: dict[str, Any] = {**modules, "again": again} | {a.name: x for a, x in zip(self.arguments, args, strict=True)}
             for code, statement in lines:
                 exec(code, names)
                 if after is not None:

@@ -107,8 +107,10 @@ def test_overlays_say_what_full_colour_is_and_show_it() -> None:
     assert [overlay.measure for overlay in card.overlays] == list(MEASURES)
     assert card.rank == "1"
     assert card.picture is not None
-    assert card.overlays[0].scale == "full colour: 0.25 loss per unit of input"
-    assert card.overlays[2].scale == "full colour: 0.25 loss"
+    assert card.overlays[0].scale == "full colour: 0.25 nats per unit of input"
+    assert card.overlays[2].scale == "full colour: 0.25 nats"
+    unknown = dataclasses.replace(result, manifest={**MANIFEST, "config": {"loss": {"name": "losses.py:own"}}})
+    assert attribution_cards(unknown)[0].overlays[0].scale == "full colour: 0.25 loss per unit of input"
     shown = pixels(card.overlays[2].uri)
     assert np.abs(shown[1, 2] - rgb(RAISES)).max() < 25
     assert shown[3, 0, 2] > shown[3, 0, 0]
@@ -121,7 +123,7 @@ def test_channels_are_added_up() -> None:
     maps[0, :, 0, 0] = 1, 2, -3  # nothing in all
     maps[0, :, 1, 1] = 1, 0, 1
     (card,) = attribution_cards(run(maps, [TopSample("", np.full((3, 2, 2), 0.5, np.float32))]))
-    assert card.overlays[1].scale == "full colour: 2 loss"
+    assert card.overlays[1].scale == "full colour: 2 nats"
     assert np.ptp(pixels(card.overlays[1].uri)[0, 0]) == 0
 
 
@@ -236,7 +238,7 @@ def shown(ids: list[int], weights: list[float], *known: Any) -> tuple[str, str]:
 
 def test_ids_are_shown_as_words_where_the_dataset_knows_them() -> None:
     words, note = shown([5, 6, 9], [1.0, 2.0, 3.0], None, {5: "good ", 6: "film"})
-    assert words == "good film[9]"
+    assert words == "good film [9]"
     assert note == ""
 
 
@@ -246,8 +248,8 @@ def test_padding_is_left_out_and_counted() -> None:
     assert note == "4 positions of padding (id 0) left out"
     assert "which together have 0.3" in shown([5, 6, 0, 0, 0], [1.0, 2.0, 0.1, 0.1, 0.1])[1]
     assert shown([0, 0, 0, 5, 6], [0, 0, 0, 1.0, 2.0])[0] == "0:5 1:6 "  # at the front
-    assert shown([5, 6, 7], [1.0, 2.0, 0.0], None, {5: "a", 6: "b", 7: "<pad>"}, 7)[0] == "ab"  # one, where its id is known
-    assert shown([5, 6, 6], [1.0, 2.0, 0.0], None, {5: "a", 6: "b"})[0] == "abb"  # words may be said twice
+    assert shown([5, 6, 7], [1.0, 2.0, 0.0], None, {5: "a", 6: "b", 7: "<pad>"}, 7)[0] == "a b"  # one, where its id is known
+    assert shown([5, 6, 6], [1.0, 2.0, 0.0], None, {5: "a", 6: "b"})[0] == "a b b"  # words may be said twice
     assert shown([4, 4, 4], [1.0, 2.0, 0.0])[0] == "0:4 1:4 2:4 "  # nothing else is there
 
 
@@ -260,6 +262,18 @@ def test_ids_of_an_unknown_vocabulary_say_what_they_are() -> None:
     words, note = shown([5, 6], [1.0, 2.0])
     assert words == "0:5 1:6 "
     assert note == "position:id, as the dataset has neither tokens(ids) nor a tokenizer that tells the words"
+
+
+def test_tokens_are_told_apart() -> None:
+    """Whether a tokenizer's pieces carry their spaces in front, behind, or not at all."""
+    ids, weights = [5, 6, 7], [1.0, 1.0, 1.0]
+    for vocabulary, expected in (
+        ({5: "a", 6: "long", 7: "film"}, "a long film"),
+        ({5: "a", 6: " long", 7: " film"}, "a long film"),
+        ({5: "a ", 6: "long ", 7: "film "}, "a long film "),
+        ({5: "bor", 6: "##ing", 7: "[SEP]"}, "bor ##ing [SEP]"),
+    ):
+        assert shown(ids, weights, None, vocabulary)[0] == expected
 
 
 def test_the_words_of_ids_reach_the_page() -> None:

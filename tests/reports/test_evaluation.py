@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from psgrad.reports.evaluation import write_evaluation
+from psgrad.reports.evaluation import _decimals, write_evaluation
 from psgrad.reports.evaluation_plots import evaluation_plots
 from psgrad.results.evaluation import EvaluationResult, evaluation_content
 
@@ -115,6 +116,10 @@ def test_the_table_has_the_best_first_with_intervals_leads_and_the_ceiling() -> 
     assert "\x1b" not in text  # no escape sequence of a note reaches the terminal
 
 
+def test_decimals_are_no_1_where_the_number_is_none() -> None:
+    assert [_decimals(value, 3) for value in (0.9996, -0.9996, 1.0, 1.0004, 0.0004)] == ["0.999", "-0.999", "1.000", "1.000", "0.000"]
+
+
 def test_the_tables_of_the_other_kinds() -> None:
     loo = printed(loo_result())
     assert "not known" in loo
@@ -164,6 +169,16 @@ def test_figures(kind: str, names: list[str]) -> None:
     plots = evaluation_plots(RESULTS[kind]())
     assert [plot.name for plot in plots] == names
     assert all(plot.png(40).startswith(b"\x89PNG") for plot in plots)
+
+
+def test_scores_without_a_unit_are_not_drawn_as_predicted_amounts() -> None:
+    relative = {"influence": {"predicts_removal": False, "unit": "relative, no unit"}}
+    for manifest, label, lines in (({}, "predicted rise of", 1), (relative, "(relative, no unit)", 0)):
+        plot = evaluation_plots(replace(loo_result(), manifest=manifest))[1]
+        (axes,) = plot.figure.axes
+        assert label in axes.get_xlabel()
+        assert sum(line.get_label() == "as predicted" for line in axes.lines) == lines
+        assert ("On the dashed line" in plot.caption) == bool(lines)
 
 
 def test_intervals_and_ceiling_are_drawn_where_they_are() -> None:

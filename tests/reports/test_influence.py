@@ -78,13 +78,21 @@ def test_the_page_shows_each_query_with_what_helps_and_hurts_it() -> None:
     titles = [page.text.index(f"Query test-{query:05d}: label") for query in shown[:6]]
     assert titles == sorted(titles)
     assert f"Query test-{shown[6]:05d}" not in page.text
-    assert "6 of 20 queries are shown: those that the model gets wrong, the worst first" in page.text
+    assert "6 of 20 queries are shown: the worst of those that the model gets wrong, then the worst of the others." in page.text
     assert _pictures(page) == 6 + 7 * 12
 
 
 def test_the_page_says_sign_and_unit_and_where_the_numbers_come_from() -> None:
     text = _page(result(manifest={**result().manifest, "influence": {"normalize": "self_influence"}})).text
-    for words in (SIGN.capitalize(), UNIT.capitalize(), "0.0123", "3.1e-13", "Spectrum largest", "gauss_newton", "digits.py:build"):
+    for words in (
+        SIGN.capitalize(),
+        f"P{UNIT[1:]}",
+        "0.0123",
+        "3.1e-13",
+        "Spectrum largest",
+        "gauss_newton",
+        "digits.py:build",
+    ):
         assert words in text
     assert "Normalised by" in text
     assert "Nothing here is differentially private" in text
@@ -140,12 +148,33 @@ def test_page_checked_removals_and_scores_beyond_the_loss() -> None:
     assert "predicted and found" not in plain
 
 
+def test_checked_removals_say_when_steps_were_too_short_to_find_much() -> None:
+    assert "those taken had 0.003 of their length" in RemovalCheck(10, False, [], 0.003).words
+    for check in (RemovalCheck(10, True, [], 0.003), RemovalCheck(10, False, [], 0.5), RemovalCheck(10, False, [])):
+        assert "Full steps" not in check.words
+
+
+@pytest.mark.parametrize("calibrated", [True, False])
+def test_page_says_whether_scores_are_amounts_and_why(calibrated: bool) -> None:
+    unit = UNIT if calibrated else UNIT.replace("in nats", "in nats (uncalibrated)")
+    facts = {"solver_because": "it fits", "leverage": calibrated, "calibrated": calibrated, "calibrated_because": "of the model"}
+    text = _page(result(unit=unit, facts=[facts])).text
+    assert ("These are amounts: of the model." in text) == calibrated
+    assert ("Such amounts are uncalibrated, so rely on their order: of the model." in text) != calibrated
+    assert f"Leverage correction{'yes' if calibrated else 'no'}" in text
+    assert "Why this solver" in text
+
+
+def test_page_unit_keeps_its_capitals() -> None:
+    assert "Fall of the BLEU score" in _page(result(unit="fall of the BLEU score")).text
+
+
 def test_page_damping_is_explained_and_no_headline() -> None:
     found = result(facts=[{"damping": 0.0004983, "mean_eigenvalue": 0.0004983}])
     html = render_influence(found, [])
     headline = html[html.index("<body") : html.index("What was asked")]
     assert "damping" not in headline.lower()
-    assert "0.0004983, 1 times the mean eigenvalue" in html
+    assert "0.0004983 (1 × the mean eigenvalue)" in html
     assert "Keep it unless" in html
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from psgrad.reports.influence_plots import cumulative, draw_influence_plots, score_distributions, self_influence_against_loss
 from psgrad.reports.influence_sheets import PER_SIDE, query_sheet
 from psgrad.reports.influence_words import signed
-from psgrad.results import ALL_INDEX, SIGN, carriers, pairs_of, shown_queries
+from psgrad.results import ALL_INDEX, SIGN, TopSample, carriers, pairs_of, shown_queries
 from tests.reports.influence_runs import UNIT, result
 
 
@@ -61,6 +64,23 @@ def test_a_sheet_of_pictures_shows_each_pairs_own() -> None:
             text.get_text() for text in axes.texts if left < text.get_position()[0] < right and 0 < top - text.get_position()[1] < 0.15
         ]
         assert above == [signed(pair["score"])]
+
+
+def test_sheet_of_table_rows_has_its_values_in_columns_that_do_not_collide() -> None:
+    found = result(inputs="text")
+    values = tuple((f"measurement_{place}", 1234.5 + place) for place in range(12))
+    rows = {index: TopSample(each.id, values=values) for index, each in found.training_inputs.items()}
+    long = found.training.assign(target="a class with a name", prediction="another class with a name", id="an identifier of some length")
+    changed = replace(found, training=long, training_inputs=rows, scores=found.scores.assign(train_id="an identifier of some length"))
+    figure = query_sheet(changed, shown_queries(found.queries, 1)[0], "sheet").figure
+    FigureCanvasAgg(figure).draw()
+    texts = [text for text in figure.axes[0].texts if text.get_text().strip()]
+    assert not any(text.get_text() == "…" for text in texts)
+    assert sum(text.get_text().endswith("…") for text in texts) > 2  # the last line that there is room for
+    for line in {round(text.get_position()[1], 3) for text in texts}:
+        boxes = sorted((text.get_window_extent() for text in texts if round(text.get_position()[1], 3) == line), key=lambda box: box.x0)
+        assert all(left.x1 <= right.x0 for left, right in itertools.pairwise(boxes))
+        assert boxes[-1].x1 <= figure.bbox.width
 
 
 def test_a_side_without_examples_says_so() -> None:
@@ -128,7 +148,23 @@ def test_each_training_example_is_a_point_and_the_others_are_counted() -> None:
     assert drawn == usable.sum()
     missing = ((negative["status"] == "ok") & (negative["self_influence"] <= 0)).sum()
     assert f"Not drawn: {missing:,} whose" in plot.caption
-    assert UNIT in axes.get_xlabel().replace("\n", " ")
+    said = axes.get_xlabel().replace("\n", " ")
+    assert said == "self-influence (log scale): predicted rise of its own loss, in nats, if it were removed"
+    assert axes.get_ylabel() == "loss of the training example (nats, log scale)"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"unit": UNIT.replace("in nats", "in nats (uncalibrated)")}, "rise of its own loss, in nats (uncalibrated), if it were removed"),
+        ({"unit": "predicted fall of the query's margin, in nats, if"}, "predicted rise of its own loss, in nats, if it were removed"),
+        ({"unit": "relative, no unit", "predicts_removal": False}, "relative, no unit"),
+        ({"unit": "fall of the query's loss", "predicts_removal": False}, "fall of its own loss"),
+    ],
+)
+def test_self_influence_is_told_as_influence_on_the_own_loss(changes: dict[str, Any], expected: str) -> None:
+    (axes,) = self_influence_against_loss(replace(result(), **changes)).figure.axes
+    assert expected in axes.get_xlabel().replace("\n", " ")
 
 
 def test_all_queries_come_first_unless_there_is_but_one() -> None:

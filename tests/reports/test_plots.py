@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import itertools
 import subprocess
@@ -15,12 +16,15 @@ from matplotlib.patches import StepPatch
 from PIL import Image
 
 from psgrad.quality.ranking import rank_samples
-from psgrad.reports.drawing import Plot, power_words
+from psgrad.reports.drawing import Plot
 from psgrad.reports.influence_plots import draw_influence_plots
+from psgrad.reports.measure_plots import trajectories
 from psgrad.reports.plots import draw_plots, norm_histogram, norms_per_class, norms_per_layer, top_sheet
 from psgrad.reports.privacy_plots import epsilon_by_multiplier, private_plots, public_plots
 from psgrad.reports.scatter import loss_against_norm
+from psgrad.reports.ticks import power_words
 from psgrad.results import TopSample, has_classes, top_samples
+from tests.browser.results import measured
 from tests.reports import frames, influence_runs, private_runs
 
 
@@ -35,6 +39,24 @@ def test_the_histogram_holds_every_finite_sample_once() -> None:
     assert sum(others.values) + sum(review.values - review.baseline) == 1794
     assert sum(review.values - review.baseline) == 18
     assert axes.get_xscale() == "log"
+
+
+def test_figures_of_a_run_with_a_reference_call_those_in_orange_by_name() -> None:
+    run = frames.result(frames.classification(300))
+    judged = dataclasses.replace(run, manifest={**run.manifest, "outliers": {"decided_by": "reference"}})
+    for result, expected, other in ((run, "review list", "unlike the reference"), (judged, "unlike the reference", "review list")):
+        words = " ".join(
+            [plot.caption + plot.alt for plot in draw_plots(result)]
+            + [
+                text.get_text()
+                for plot in draw_plots(result)
+                for axes in plot.figure.axes
+                if (legend := axes.get_legend())
+                for text in legend.texts
+            ]
+        )
+        assert expected in words
+        assert other not in words
 
 
 def test_zero_and_nonfinite_rows_are_counted_in_the_caption() -> None:
@@ -92,7 +114,9 @@ def test_regression_has_no_classes() -> None:
 def test_the_sheet_has_a_picture_for_each_top_sample() -> None:
     samples = frames.classification(100)
     inputs = frames.result(samples).top_inputs[:7]
-    figure = top_sheet(samples, inputs, None).figure
+    plot = top_sheet(samples, inputs, None)
+    assert plot.caption.startswith("The first 7 ranks that are pictures.")  # whatever they are ranked by
+    figure = plot.figure
     (axes,) = figure.axes
     assert len(axes.images) == 7
     assert str(inputs[0].id) in [text.get_text() for text in axes.texts]
@@ -114,6 +138,7 @@ def drawn() -> list[Plot]:
     run = frames.result(frames.classification(300))
     figures = [*draw_plots(run), *public_plots(private_runs.result()), *private_plots(private_runs.result())]
     figures += [epsilon_by_multiplier(private_runs.plan()), *draw_influence_plots(influence_runs.result())]
+    figures += [trajectories(measured(run.samples)["trajectory"], run.samples)]
     for plot in figures:
         plot.png()
     return figures
@@ -126,7 +151,7 @@ def test_legends_stand_clear_of_what_is_drawn(drawn: list[Plot]) -> None:
         for axes in plot.figure.axes
         if (legend := axes.get_legend())
     ]
-    assert len(clear) >= 7
+    assert len(clear) >= 9
     assert all(clear)
 
 
@@ -166,7 +191,7 @@ def test_long_parameter_names_are_told_apart() -> None:
     shown = _texts(plot.figure)[:30]
     assert len(set(shown)) == 30
     assert all("…" not in name for name in shown)
-    assert "Every name begins with m.base_model.model.model.layers." in plot.caption
+    assert "All names are below m.base_model.model.model.layers. " in plot.caption
 
 
 def test_log_ticks_are_plain_text() -> None:

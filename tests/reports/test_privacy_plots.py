@@ -70,9 +70,35 @@ def test_a_plan_draws_each_multiplier_strongly_by_pld() -> None:
     strong, faint = [], []
     for line in lines_of(axes_of(plot)):
         (strong if line.get_linewidth() > 1 else faint).append(len(np.atleast_1d(line.get_xdata())))
-    assert (set(strong), len(strong)) == ({8}, 5)
+    assert len(strong) == 5
     assert (set(faint), len(faint)) == ({300}, 5)
-    assert "Strong: by PLD, the smaller bound, which counts. Faint: by RDP" in plot.caption
+    assert "and between them as even as their square root, the smaller bound, which counts. Faint: by RDP" in plot.caption
+
+
+def test_a_line_through_a_few_points_goes_through_them_and_not_below_a_square_root_between_them() -> None:
+    result = private_runs.result(steps=120)
+    few = [point for point in private_runs.curve(1.8) if point[0] in (1, 5, 19, 75, 169, 300)]
+    planned = axes_of(epsilon_against_steps(replace(result, curve_pld=few))).lines[0]
+    steps, spent = (np.asarray(values, dtype=float) for values in planned.get_data())
+    assert set(zip(*zip(*few, strict=True), strict=True)) <= set(zip(steps.tolist(), spent.tolist(), strict=True))
+    np.testing.assert_allclose(spent, 1.8 * np.sqrt(steps / 300), rtol=1e-12)
+    assert len(steps) > 100
+
+
+def test_figures_of_one_step_begin_at_zero_and_have_whole_ticks_and_no_line() -> None:
+    result = private_runs.result(steps=1)
+    for plot in (clipping_by_step(result), losses_by_step(result, "nats")):
+        plot.png()
+        axes = axes_of(plot)
+        low, high = axes.get_xlim()
+        ticks = [tick for tick in axes.get_xticks() if low <= tick <= high]
+        assert (low, ticks[0]) == (0, 0)
+        assert 1 in ticks
+        assert all(tick == round(tick) for tick in ticks)
+    assert axes.get_ylabel() == "mean loss of the batch (nats)"
+    labels = [str(line.get_label()) for line in axes_of(epsilon_against_steps(result)).lines]
+    assert "planned (PLD)" in labels
+    assert "taken (PLD)" not in labels
 
 
 def test_steps_between_the_points_of_a_coarse_curve_are_drawn_to_their_end() -> None:

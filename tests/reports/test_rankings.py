@@ -11,7 +11,9 @@ from psgrad.reports.html import render
 from psgrad.reports.plots import norm_histogram
 from psgrad.reports.rankings import rankings_of
 from psgrad.reports.terminal import summary
+from psgrad.reports.verdicts import gate_table
 from psgrad.results import AnalyzeResult
+from psgrad.results.findings import CheckResult, GateOutcome
 from tests.reports import frames
 
 
@@ -40,6 +42,35 @@ def test_tops_that_disagree_are_said_first_and_loudly_and_the_loss_is_offered() 
     assert "--set analyze.outliers.score=loss, or analyze.outliers.score: loss in the config, ranks and judges by it." in words
     assert "8 of 18" in words.split("What stands out")[0]  # among the headline figures
     assert "1.00" not in words.split("Samples to look at first")[0]
+
+
+@pytest.mark.parametrize(
+    ("top", "shared", "expected"),
+    [
+        (18, 0, "look at first: none of the first 18 by gradient norm is among the first 18 by loss, although"),
+        (18, 1, "look at first: only 1 of the first 18 by gradient norm is among the first 18 by loss (6%), although"),
+        (1, 0, "look at first: the first by gradient norm is not the first by loss, although"),
+        (1, 1, "Gradient norm and loss agree: the first by gradient norm is the first by loss, and"),
+    ],
+)
+def test_tops_of_one_and_tops_without_any_in_common(top: int, shared: int, expected: str) -> None:
+    facts = outliers()
+    found = rankings_of({**facts, "loss_agreement": {**facts["loss_agreement"], "top": top, "shared": shared}})
+    assert found is not None
+    assert expected in found.sentence
+
+
+def test_the_overlap_is_said_once_beside_the_headline() -> None:
+    listed = len(frames.result(frames.classification(300)).samples.query("is_outlier_issue and status == 'ok'"))
+    once = run()
+    agreement = once.manifest["outliers"]["loss_agreement"]
+    agreement |= {"top": listed, "shared": 1}
+    words = plain(render(once, [norm_histogram(frames.classification(20))])).split("What stands out")[2].split("How large")[0]
+    assert words.count("by loss") == 1  # in the first sentence
+    assert "Agreement" not in words
+    assert "largest by loss" not in words
+    agreement |= {"top": listed + 5}
+    assert "are also among" in plain(render(once, [norm_histogram(frames.classification(20))]))
 
 
 def test_the_terminal_says_so_too() -> None:
@@ -75,3 +106,9 @@ def test_what_can_not_be_compared_is_not(facts: dict[str, Any] | None) -> None:
     assert "disagree" not in render(
         frames.result(frames.classification(20), manifest={"outliers": facts}), [norm_histogram(frames.classification(20))]
     )
+
+
+def test_counts_of_the_gate_are_whole() -> None:
+    table = gate_table(CheckResult((GateOutcome("max_outliers", "failed", "too many", 12_345, 10_000),), (), "out", 20_000))
+    assert table is not None
+    assert table.rows[0].cells[2:4] == ["12,345", "10,000"]

@@ -32,7 +32,7 @@ STEPS = 1  # are taken by each process
 def private(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWorkplace:
     """Steps of a run with momentum and a checkpoint after each, without the slow accountant; of the figures, their files alone."""
 
-    def write_plots(result: Any, public: Callable[[str, bytes], None], private: Callable[[str, bytes], None]) -> None:
+    def write_plots(result: Any, public: Callable[[str, bytes], None], private: Callable[[str, bytes], None], unit: str = "") -> None:
         public("epsilon.png", b"a figure")
         private("norms.png", b"another")
 

@@ -78,7 +78,7 @@ class Stream:
 
     Attributes:
         chunk_size: samples at a time, as things stand. retries: how often memory ran out. at_need: called when it does, to give back
-            what others keep. by_record: whether the reader has random draws by record (see privacy/record_draws.py).
+            what others keep. draws: the reader's random draws by record (see privacy/record_draws.py); None without.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Stream:
         self._too_large: int | None = None  # the smallest size that failed since one as large went through
         self._alone: Sequence[int] | None = None  # the row that failed by itself, once
         self._read, self._reading = read, threading.Lock()
-        self.by_record = getattr(read, "draws", None) is not None
+        self.draws: Any = getattr(read, "draws", None)
         replays = {how: Replay(self._bound(how), params, compile, self.say) for how in (per_sample_gradients, per_sample_square_norms)}
         self.replays: dict[Callable[..., Any], Replay] = replays if capture == "auto" else {}
 
@@ -185,7 +185,7 @@ class Stream:
         waiting: list[Chunk | range] = []  # rows to go on with, read or not, the next ones last
         reached = start
         with Loader(self.read, self.device, self.dtype, self.say) as loader:
-            loader.ahead = not self.by_record  # else reader and model would seed the same generators at once
+            loader.ahead = self.draws is None  # else reader and model would seed the same generators at once
             while waiting or reached < count:
                 rows = waiting.pop() if waiting else range(reached, min(reached + self.chunk_size, count))
                 chunk = rows if isinstance(rows, Chunk) else self._taken(loader, rows)

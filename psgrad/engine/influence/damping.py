@@ -37,3 +37,16 @@ class Damping:
                 next_step="set curvature: gauss_newton, or an absolute damping",
             )
         return self.relative * mean_eigenvalue
+
+
+def default_damping(damping: float | None, relative: float | None, default: float, *, convex: bool, weight_decay: float) -> Damping:
+    """The damping that options ask for; where they leave it open, none for a convex objective with a weight decay, and else `default`
+    mean eigenvalues.
+
+    convex: whether the model is affine in its parameters. Its curvature and its weight decay are all of its objective's curvature, and
+    have an inverse, so that anything more would belong to another objective. A network's own curvature is indefinite, and a damping that
+    is much larger than its weight decay ranks better (docs/explanation/influence.md).
+    """
+    if convex and weight_decay > 0 and damping is None and relative is None:
+        return Damping(0.0)
+    return Damping(damping, default if relative is None else relative)

@@ -30,12 +30,13 @@ _NEAREST = 1e-10
 class Leverage:
     """Of n examples, float64 on the CPU.
 
-    weights: w_i [n, R]. extra: [n], what the correction adds to the influence on the own loss. largest: [n], the largest eigenvalue of
-    L_i M_i: zero for an example that the fit does not lean on, one for one without which the problem has no solution, whose numbers here
-    are NaN.
+    weights: w_i [n, R]. pull: S_i' M_i r_i [n, R]. extra: [n], what the correction adds to the influence on the own loss. largest: [n], the
+    largest eigenvalue of L_i M_i: zero for an example that the fit does not lean on, one for one without which the problem has no solution,
+    whose numbers here are NaN.
     """
 
     weights: torch.Tensor
+    pull: torch.Tensor
     extra: torch.Tensor
     largest: torch.Tensor
 
@@ -48,7 +49,13 @@ class Leverage:
         left = torch.where(gone.reshape(-1, 1, 1), identity, identity - own)
         weights = torch.linalg.solve(left, pull.unsqueeze(2)).squeeze(2)
         weights = torch.where(gone.unsqueeze(1), torch.nan, weights)
-        return cls(weights.cpu(), (weights * pull).sum(1).cpu(), largest.cpu())
+        return cls(weights.cpu(), pull.cpu(), (weights * pull).sum(1).cpu(), largest.cpu())
+
+    @classmethod
+    def through(cls, products: torch.Tensor, root: torch.Tensor, gradient: torch.Tensor) -> Leverage:
+        """products: M_i [n, C, C]. root: S_i [n, C, R]. gradient: r_i [n, C]."""
+        towards = root.transpose(1, 2) @ products
+        return cls.of(towards @ root, (towards @ gradient.unsqueeze(2)).squeeze(2))
 
     @property
     def gone(self) -> torch.Tensor:
@@ -67,11 +74,12 @@ class Leverage:
 
 
 def output_products(training: Examples, half: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """M_i = J_i H^-1 J_i' [n, C, C] float64 on the CPU. half: [k, p] to vectors whose inner products are those through H^-1."""
+    """M_i = J_i H^-1 J_i' [n, C, C] float64 on the CPU. half: [k, p] to vectors [k, any] whose inner products are those through H^-1."""
     rows = jacobian_rows(training)
 
     def products(gradients: Any) -> dict[str, torch.Tensor]:
-        halves = half(rows.flat.join(gradients.materialise())).reshape(-1, rows.per_sample, rows.flat.size)
+        halves = half(rows.flat.join(gradients.materialise()))
+        halves = halves.reshape(-1, rows.per_sample, halves.shape[1])
         return {"products": halves @ halves.transpose(1, 2)}
 
     return torch.cat([found["products"] for _, found in rows.each(products)])

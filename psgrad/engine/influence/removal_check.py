@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,12 +28,13 @@ class Continued:
     """Weights after training went on from the same weights with all rows, and without each of k rows.
 
     params: name -> [1 + k, *shape], those with all rows first. steps: how many were taken. converged: whether the objectives are at
-    their minima.
+    their minima. length: of the steps taken, as a mean share of the full ones.
     """
 
     params: Vectors
     steps: int
     converged: bool
+    length: float
 
     def changes(self, examples: Examples, row: int) -> torch.Tensor:
         """[k] float64: how much larger the scalar of one row of `examples` is with the weights of each removal than with all rows."""
@@ -53,7 +55,8 @@ def continued(
         rows: [k] places in the training set. weight_decay: of training, on the mean loss.
         steps: at most. seconds: after the first step so many more are taken as fit into these, by the time that one took.
 
-    All 1 + k trainings take the same steps, so that the weights differ by the row alone. A step that raises an objective is halved.
+    All 1 + k trainings take the same steps, so that the weights differ by the row alone. A step that raises an objective is halved, and the
+    next one is tried at twice its length; where no length lowers the objectives, or they are not finite, training ends there.
     The first step of a removal is the influence function's own; repeated, steps lead to the minimum without the row where the training
     objective is convex. A step takes a pass over the training set for each training, and one product with the inverse.
     """
@@ -61,13 +64,14 @@ def continued(
     search = _Search(training, rows, weight_decay)
     here = training.flat.join({name: value.unsqueeze(0) for name, value in training.params.items()}).double().repeat(1 + len(rows), 1)
     values, gradients = search.at(here, same=True)
-    size, first, taken = 1.0, 0.0, 0
+    size, lengths, first, taken, converged = 1.0, 0.0, 0.0, 0, False
     while taken < steps:
         begun = time.perf_counter()
         step = training.flat.join(fitted.precondition(training.flat.split(gradients))).double().to(here)
         decrement = float((step * gradients).sum(1).abs().max())
         first = first or decrement
-        if not decrement > _CONVERGED * first:
+        converged = decrement <= _CONVERGED * first
+        if converged or not math.isfinite(decrement):
             break
         for _ in range(_HALVINGS):
             there = here - size * step
@@ -75,10 +79,19 @@ def continued(
             if bool((after <= values + _ROUNDING * values.abs()).all()):
                 break
             size /= 2
-        here, values, gradients, taken = there, after, slopes, taken + 1
+        else:
+            break
+        here, values, gradients, taken, lengths = there, after, slopes, taken + 1, lengths + size
+        size = min(1.0, 2 * size)
         if taken == 1 and seconds is not None:
             steps = min(steps, 1 + int(seconds / max(time.perf_counter() - begun, 1e-9)))
-    return Continued(training.flat.split(here), taken, taken < steps)
+    return Continued(training.flat.split(here), taken, converged, lengths / max(taken, 1))
+
+
+def slopes_without(training: Examples, rows: Sequence[int], weight_decay: float, weights: torch.Tensor) -> torch.Tensor:
+    """[k, p] float64, on the CPU: the gradients of the training objectives without each of `rows` [k], at weights [k, p] of its own."""
+    search = _Search(training, rows, weight_decay)
+    return search.at(torch.cat([torch.zeros_like(weights[:1]), weights]))[1][1:]
 
 
 class _Search:

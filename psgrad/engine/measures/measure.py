@@ -100,9 +100,9 @@ class Measure:
     A chunk may be tried more than once (memory may run out): what is gathered counts from `keep` on, and `state` has all of it, as
     tensors, so that a run that was killed goes on from there.
 
-    Class attributes, from which the documentation is made (docs/measures.md):
+    Class attributes, from which the documentation is made (docs/reference/measures.md):
         name: as in the config. title: for headings. formula, unit, source (paper, page), cost: a line each, formula in plain text.
-        meanings: column -> what it says, with its unit.
+        meanings: column -> what it says, with its unit. In these and in `unit`, {loss} stands for the unit of the loss that is used.
         needs: names of measures whose columns this one's `gather` reads.
         needs_factors: whether it asks for more than norms, losses and aux of a chunk.
         looks_twice: whether it is asked a second time.

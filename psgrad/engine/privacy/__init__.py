@@ -4,7 +4,7 @@
     source = batch_source(loss, params, inputs, target)
     noisy = private_sum(source, clipping, Noise(1.1), "add_or_remove_one", make_generator("aes"))
 
-What a step costs is in `accounting`, training in `step`, and docs/dp.md says what is guaranteed.
+What a step costs is in `accounting`, training in `step`, and docs/explanation/dp.md says what is guaranteed.
 """
 
 from psgrad.engine.privacy.accounting import StepEvent, epsilon_pld, epsilon_rdp, noise_multiplier_for

@@ -1,17 +1,17 @@
 """Normal random numbers from a stream of bits, in blocks that stay in the cache, on several threads.
 
 Box and Muller (1958): with U uniform on (0, 1] and an angle V uniform on the circle, sqrt(-2 ln U) cos V and sqrt(-2 ln U) sin V are
-independent standard normals. What is exact and what is not:
+independent standard normals. All is computed in float64. What is exact and what is not:
 
-- The radius takes 64 bits of the stream, read as a signed integer k: U = |k| 2^-63 + 2^-65, rounded to the dtype. Floating point has the
+- The radius takes 64 bits of the stream, read as a signed integer k: U = |k| 2^-63 + 2^-65, rounded to float64. Floating point has the
   same relative precision at all sizes. Where |k| < 2^46 (one pair in 2^17) U takes 8,192 further bits, which are set aside for each pair
   and made only there, so that U has steps of less than 2^-46 of itself wherever it lies, and the smallest is 2^-8257. No value is
   infinite, and none is beyond REACH = 107 standard deviations, where a normal variable is with probability 10^-2488.
-- The angle takes 32 bits for float32 and 64 for float64.
-- In float64 a value is off by less than 2^-49 r + 2^-53 / r, r being its pair's radius: the logarithm and the cosine are off by one unit in
-  the last place, U, the angle, the root and the products by half of one each.
-- In float32, U near 1 has steps of 2^-24, so that a pair whose radius is below about 0.001 (one of two million) has one of few radii; a
-  value is off by 2.5e-4 at most there, and by a few units in its last place elsewhere. Private noise is drawn in float64.
+- The angle takes 64 bits. The first 12 say which of 4,096 arcs it is in; a table has the cosine and the sine of each arc's middle. The
+  other 52, read as a signed integer, say how far d it is from the middle, |d| <= pi / 4096. The cosine and the sine of d are taken for
+  1 - d^2/2 + d^4/24 and d - d^3/6, which are off by less than 2^-58. The pair is the product of these two complex numbers.
+- A value is off by less than 2^-49 r + 2^-53 / r, r being its pair's radius: the logarithm is off by one unit in the last place; U, the
+  root and each product by half of one; the table, the cosine and sine of d, and the sum of two products by 2^-53 r each.
 
 The values are those of floating point; see rounding.py for what hides their gaps, and discrete.py for noise that is exact.
 """
@@ -20,8 +20,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache, partial
 from itertools import count
 
@@ -30,9 +32,10 @@ import torch
 from torch import Tensor
 
 # Pairs of a block, whose buffers fit the second-level cache.
-PAIRS = 1 << 15
+PAIRS = 1 << 14
 _CIPHER_BLOCK = 16
 _SLACK = 15
+_WIDTH = 16  # bytes of the stream a pair
 
 # Bits of U that are set aside for each pair, beyond the first 64, and the |k| below which they are taken.
 _FURTHER_BITS = 1 << 13
@@ -40,35 +43,48 @@ _FEW = 2.0**46
 REACH = math.sqrt(2 * (65 + _FURTHER_BITS) * math.log(2))
 """The largest value there is, of either sign."""
 
+# Bits of the angle that say its arc.
+_ARC_BITS = 12
+
 Take = Callable[[int], int]
 """(bytes) to the number of the first 16-byte block of a stretch of the stream that is nobody else's."""
 Write = Callable[[int, int, np.ndarray], None]
 """(first 16-byte block, bytes, out): the stream from there on, to the beginning of out, which has room for 15 bytes more."""
+Use = Callable[[int, np.ndarray], None]
+"""(place of the first, values): what is done with the normals of one block, float64. They may be overwritten, and not kept."""
 
 
 def normals(shape: Sequence[int], dtype: torch.dtype, take: Take, write: Write) -> Tensor:
-    """Standard normals on the CPU, float32 or float64; the same for any number of threads.
-
-    Values 2P b, ..., 2P b + P - 1 (P = PAIRS) are the cosines of block b and the next P its sines; the last block has fewer pairs.
-    """
-    total = math.prod(shape)
-    result = torch.empty(total, dtype=dtype, device="cpu")
+    """Standard normals on the CPU, float64, or those rounded to float32; the same for any number of threads."""
+    result = torch.empty(math.prod(shape), dtype=dtype, device="cpu")
     out = result.numpy()
-    width = 8 + (4 if dtype == torch.float32 else 8)  # bytes of the stream a pair
-    first = take(-(-total // 2) * width)
-    further = take(-(-total // 2) * (_FURTHER_BITS // 8))
-    blocks = -(-total // (2 * PAIRS))
+
+    def use(start: int, drawn: np.ndarray) -> None:
+        out[start : start + len(drawn)] = drawn
+
+    normal_blocks(len(out), 1.0, take, write, use)
+    return result.reshape(tuple(shape))
+
+
+def normal_blocks(total: int, deviation: float, take: Take, write: Write, use: Use) -> None:
+    """Hand so many normals of this standard deviation to `use`, block by block, in one of several threads each.
+
+    Values 2p and 2p + 1 are the cosine and the sine of pair p; block b has the pairs from PAIRS * b on.
+    """
+    pairs = -(-total // 2)
+    first = take(pairs * _WIDTH)
+    further = take(pairs * (_FURTHER_BITS // 8))
+    blocks = -(-pairs // PAIRS)
     numbers = count()
 
     def work() -> None:
-        buffers: _Buffers | None = None
-        while (block := next(numbers)) < blocks:
-            part = out[2 * PAIRS * block : 2 * PAIRS * (block + 1)]
-            pairs = -(-len(part) // 2)
-            if buffers is None or buffers.pairs != pairs:
-                buffers = _Buffers(pairs, width, out.dtype)
-            write(first + block * PAIRS * width // _CIPHER_BLOCK, pairs * width, buffers.raw)
-            buffers.to_normals(part, partial(_further_bits, write, further, block * PAIRS))
+        with _buffers() as buffers:
+            while (block := next(numbers)) < blocks:
+                before = block * PAIRS
+                size = min(PAIRS, pairs - before) * _WIDTH
+                write(first + before * _WIDTH // _CIPHER_BLOCK, size, buffers.raw)
+                drawn = buffers.to_normals(size // _WIDTH, deviation, partial(_further_bits, write, further, before))
+                use(2 * before, drawn[: total - 2 * before])
 
     helpers = min(torch.get_num_threads(), blocks // _BLOCKS_A_THREAD) - 1
     helping = [_pool().submit(work) for _ in range(helpers)]
@@ -76,12 +92,11 @@ def normals(shape: Sequence[int], dtype: torch.dtype, take: Take, write: Write) 
     for done in helping:
         if not done.cancel():  # one that has not begun yet is not waited for: there is nothing left to do
             done.result()
-    return result.reshape(tuple(shape))
 
 
 # Fewer blocks than this for each thread, a quarter of a million numbers, are done before another thread has woken up: PyTorch's own still
 # hold the cores for a while after each of its operators.
-_BLOCKS_A_THREAD = 4
+_BLOCKS_A_THREAD = 8
 
 
 @cache
@@ -94,24 +109,54 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_pool.cache_clear)  # a fork has none of its parent's threads
 
 
+@cache
+def _arcs() -> np.ndarray:
+    """[4096] complex128: the cosine and the sine of each arc's middle, within 2^-53.
+
+    From angles up to pi / 4, whose own rounding is least; the others are mirrored.
+    """
+    eighth = 1 << (_ARC_BITS - 3)
+    angles = [math.pi / 4 * place / eighth for place in range(eighth + 1)]
+    first = np.array([complex(math.cos(angle), math.sin(angle)) for angle in angles])
+    quarter = np.concatenate([first, (first.imag + 1j * first.real)[-2:0:-1]])
+    half = np.concatenate([quarter, -quarter.imag + 1j * quarter.real])
+    return np.concatenate([half, -half])
+
+
 class _Buffers:
-    """A thread's memory for one block of pairs, and what happens in it. Each function runs in the thread that calls it: numpy's do, and
-    PyTorch's do for as few numbers as a block has.
+    """A thread's memory for one block of pairs, and what happens in it. Each function runs in the thread that calls it.
+
+    Memory is used again inside of a block, so that all of it fits the cache: the bits of the radii have room for the arcs' numbers, and the
+    middles of the arcs come where squares and sums were.
     """
 
-    def __init__(self, pairs: int, width: int, dtype: np.dtype) -> None:
-        self.pairs = pairs
-        self.raw = np.empty(pairs * width + _SLACK, dtype=np.uint8)
-        self.radius, self.angle = np.empty(pairs, dtype=dtype), np.empty(pairs, dtype=dtype)
-        # Views of the raw bits, which are written anew for every block.
-        self.for_radius = self.raw[: 8 * pairs].view(np.int64)
-        self.for_angle = self.raw[8 * pairs : width * pairs].view(np.int32 if width == 12 else np.int64)
-        self.turn = math.pi * 2.0 ** (1 - 8 * self.for_angle.itemsize)
+    def __init__(self) -> None:
+        self.raw = np.empty(PAIRS * _WIDTH + _SLACK, dtype=np.uint8)
+        self._radius, self._angle, self._scratch = np.empty(PAIRS), np.empty(PAIRS), np.empty(2 * PAIRS)
+        self._turned = np.empty(PAIRS, dtype=np.complex128)
 
-    def to_normals(self, out: np.ndarray, further_bits: Callable[[int], int]) -> None:
-        """The raw bits as normals: [2 * pairs], or one less. further_bits: a pair's number in this block to its further bits."""
-        radius, angle = self.radius, self.angle
-        np.copyto(radius, self.for_radius, casting="unsafe")
+    def to_normals(self, pairs: int, deviation: float, further_bits: Callable[[int], int]) -> np.ndarray:
+        """[2 * pairs] float64: normals of this deviation, from the raw bits.
+
+        further_bits: a pair's number in this block to its further bits.
+        """
+        of_radii, of_angles = self.raw[: 8 * pairs].view(np.int64), self.raw[8 * pairs : _WIDTH * pairs].view(np.int64)
+        self._radii(pairs, of_radii, further_bits)
+        if deviation != 1:
+            self._radius[:pairs] *= deviation
+        arcs = of_radii
+        np.right_shift(of_angles.view(np.uint64), np.uint64(64 - _ARC_BITS), out=arcs.view(np.uint64))
+        of_angles <<= _ARC_BITS
+        self._inside_arcs(pairs, of_angles)
+        turned, middle = self._turned[:pairs], self._scratch[: 2 * pairs].view(np.complex128)
+        np.take(_arcs(), arcs, out=middle, mode="clip")  # the default mode copies first
+        turned *= middle
+        return turned.view(np.float64)
+
+    def _radii(self, pairs: int, bits: np.ndarray, further_bits: Callable[[int], int]) -> None:
+        """sqrt(-2 ln U)"""
+        radius = self._radius[:pairs]
+        np.copyto(radius, bits, casting="unsafe")
         np.abs(radius, out=radius)
         small = np.flatnonzero(radius < _FEW) if radius.min() < _FEW else ()
         radius *= 2.0**-63
@@ -120,12 +165,37 @@ class _Buffers:
         radius *= -2.0
         np.sqrt(radius, out=radius)
         for pair in small:
-            radius[pair] = _far_radius(abs(int(self.for_radius[pair])), further_bits(int(pair)))
-        np.copyto(angle, self.for_angle, casting="unsafe")
-        angle *= self.turn
-        for function, part in ((torch.cos, out[: self.pairs]), (torch.sin, out[self.pairs :])):
-            function(torch.from_numpy(angle[: len(part)]), out=torch.from_numpy(part))  # numpy's take four times as long in float64
-            part *= radius[: len(part)]
+            radius[pair] = _far_radius(abs(int(bits[pair])), further_bits(int(pair)))
+
+    def _inside_arcs(self, pairs: int, places: np.ndarray) -> None:
+        """The radii, turned by the angles d from the arcs' middles, which are places * 2 pi / 2^(64 + _ARC_BITS)."""
+        radius, angle, turned = self._radius[:pairs], self._angle[:pairs], self._turned[:pairs]
+        square, part = self._scratch[:pairs], self._scratch[pairs : 2 * pairs]
+        np.copyto(angle, places, casting="unsafe")
+        angle *= math.pi * 2.0 ** (1 - 64 - _ARC_BITS)
+        np.multiply(angle, angle, out=square)
+        np.multiply(square, 1 / 24, out=part)
+        part -= 0.5
+        part *= square
+        part += 1.0
+        np.multiply(part, radius, out=turned.real)
+        np.multiply(square, -1 / 6, out=part)
+        part += 1.0
+        part *= angle
+        np.multiply(part, radius, out=turned.imag)
+
+
+_kept = threading.local()
+
+
+@contextmanager
+def _buffers() -> Iterator[_Buffers]:
+    """This thread's buffers, which it keeps: new memory takes as long as the noise that is made in it. New ones inside of another's use."""
+    found: _Buffers = _kept.__dict__.pop("buffers", None) or _Buffers()
+    try:
+        yield found
+    finally:
+        _kept.buffers = found
 
 
 def _further_bits(write: Write, further: int, before: int, pair: int) -> int:

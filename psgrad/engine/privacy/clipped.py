@@ -29,6 +29,7 @@ import torch
 
 from psgrad.engine.gradients import PerSampleGradients, SquareNorms, per_sample_gradients, per_sample_weighted_sum
 from psgrad.engine.gradients.bounded_sums import in_type
+from psgrad.engine.gradients.memory import keep_freed_memory
 from psgrad.engine.gradients.per_sample import Pass
 from psgrad.engine.gradients.placed import DeferredGradient
 from psgrad.engine.gradients.terms import square_norm
@@ -143,6 +144,7 @@ class Clipper:
         randomness: str = "error",
     ) -> ClippedSum:
         """The clipped sum of at least one record. The arguments are those of `per_sample_gradients`."""
+        keep_freed_memory()
         device = next(iter(params.values())).device
         loss = with_autocast_inside(loss, device)
         with full_float32(device):

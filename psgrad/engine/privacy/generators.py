@@ -17,13 +17,13 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Literal, NoReturn, SupportsIndex
+from typing import Any, Literal, NoReturn, SupportsIndex
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from psgrad.engine.privacy.box_muller import REACH, normals
+from psgrad.engine.privacy.box_muller import REACH, Use, normal_blocks, normals
 from psgrad.errors import ConfigError
 
 Kind = Literal["aes", "torch"]
@@ -31,6 +31,8 @@ Kind = Literal["aes", "torch"]
 _CIPHER_BLOCK = 16
 _PIECE = 1 << 18  # bytes that are encrypted at a time: they stay in the cache
 _ZEROS = memoryview(bytes(_PIECE))  # what is encrypted: the key stream by itself
+# Normals that are drawn at a time where a generator has no blocks of its own, and that are handed on at a time.
+_DRAWN, _HANDED = 1 << 20, 1 << 15
 _SLACK = 15  # older versions of the library ask for room for one more cipher block, less a byte
 
 
@@ -59,6 +61,16 @@ class Generator(ABC):
 
         Raises ConfigError for a dtype other than float32 and float64: noise in less is not normal.
         """
+
+    def normal_blocks(self, total: int, deviation: float, use: Use) -> None:
+        """Hand so many float64 normals of this standard deviation to `use`, (place of the first, values), block by block, on the CPU.
+
+        What is done with a block finds it in the cache, and several blocks may be under way in several threads.
+        """
+        for start in range(0, total, _DRAWN):
+            drawn = self.normal((min(_DRAWN, total - start),), torch.float64).mul_(deviation).numpy()
+            for place in range(0, len(drawn), _HANDED):
+                use(start + place, drawn[place : place + _HANDED])
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name}>"
@@ -92,6 +104,7 @@ class SecureGenerator(Generator):
         self._counter = 0
         self._key = os.urandom(32) if key is None else key
         self._nonce = os.urandom(8) if key is None else bytes(8)
+        self._ready = threading.local()
         _streams.add(self)
 
     def uint64(self, n: int) -> np.ndarray:
@@ -104,6 +117,9 @@ class SecureGenerator(Generator):
         _check_dtype(dtype)
         return normals(shape, dtype, self._take, self._write).to(device)
 
+    def normal_blocks(self, total: int, deviation: float, use: Use) -> None:
+        normal_blocks(total, deviation, self._take, self._write, use)
+
     def _take(self, size: int) -> int:
         """Set aside `size` bytes of the stream: the number of their first cipher block. No other call gets these."""
         with self._lock:
@@ -113,13 +129,24 @@ class SecureGenerator(Generator):
 
     def _write(self, start: int, size: int, out: np.ndarray) -> None:
         """The stream's bytes from cipher block `start` on, `size` of them, to the beginning of out: uint8 [size + 15 or more]."""
-        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
-
-        place = self._nonce + start.to_bytes(8, "big")
-        encryptor = Cipher(algorithms.AES(self._key), modes.CTR(place)).encryptor()
+        encryptor = self._encryptor_at(start)
         into = out.data
         for at in range(0, size, _PIECE):
             encryptor.update_into(_ZEROS[: size - at], into[at:])
+        if size % _CIPHER_BLOCK == 0:
+            self._ready.at = self._key, self._nonce, start + size // _CIPHER_BLOCK, encryptor
+
+    def _encryptor_at(self, start: int) -> Any:
+        """The cipher, from block `start` on: the one that this thread used last where it has come there, as a new one takes as long as a
+        hundred numbers.
+        """
+        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+        key, nonce, at, encryptor = self._ready.__dict__.pop("at", (None, None, None, None))
+        if key is self._key and nonce is self._nonce and at == start:
+            return encryptor
+        place = self._nonce + start.to_bytes(8, "big")
+        return Cipher(algorithms.AES(self._key), modes.CTR(place)).encryptor()
 
     def _in_a_fork(self) -> None:
         """Leave the stream that the parent process goes on with."""

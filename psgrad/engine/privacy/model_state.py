@@ -8,11 +8,14 @@ differentiated: every chunk, every half of one, every outcome of a branch, every
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
+from array import array
+from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from operator import is_
 from typing import Any, Protocol
@@ -21,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from psgrad.engine.privacy.reached import Cached, Globals, attributes, is_foreign, is_own, reached, slots_of
 from psgrad.errors import ModelError
 
 # Tensors with more bytes are compared by PyTorch's count of writes, not by value, and can't be put back.
@@ -28,8 +32,6 @@ _LARGE = 1 << 26
 # Up to so many bytes a copy is compared faster than an array.
 _TINY = 1 << 16
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Whose instances and classes hold no state of a user's model, or the interpreter's own.
-_FOREIGN = ("torch", "builtins", "numpy", "collections", "logging", "threading", "psgrad", "abc", "typing", "functools", "enum", "pathlib")
 
 
 class _Kept(Protocol):
@@ -44,13 +46,14 @@ class ModelState:
     """The state of a model and of all else that is called with it, as it was when this was made.
 
     Args:
-        roots: the model, and the loss. From there on these are followed: attributes of modules and of other objects (`__dict__` and
-            `__slots__`), class attributes of the user's classes, dicts, lists, sets, deques and tuples, what functions have as closures,
-            defaults and attributes, tensors and numpy arrays, by their bits. Parameters are not put back: only the optimiser changes
-            them, and a write into one while a record is computed is refused.
+        roots: the model, and the loss. From there on these are followed (`reached.py`): attributes of modules and of other objects
+            (`__dict__` and `__slots__`), class attributes of the user's classes, dicts, lists, sets, deques and tuples, what functions have
+            as closures, defaults and attributes, the globals that the user's own functions name, tensors and numpy arrays, by their bits.
+            Caches of functools are emptied, where they are the user's own. Parameters, and tensors and arrays of the same memory, are not
+            put back: only the optimiser changes them, and a write into one while a record is computed is refused.
 
-    What is not seen: global variables, what objects keep outside of Python (iterators, files, random generators), writes by `.data` or
-    numpy into parameters, tensors on a GPU or above 64 MiB.
+    What is not seen: globals of installed packages, what objects keep outside of Python (iterators, files), writes by numpy into
+    parameters, and those by `.data` or numpy into tensors on a GPU or above 64 MiB. Random generators are `own_generators.py`'s.
     """
 
     def __init__(self, *roots: object) -> None:
@@ -112,104 +115,61 @@ def _place(tensor: Tensor) -> tuple[int, int]:
     return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr()
 
 
-# What is followed -----------------------------------------------------------------------------------------------------------------
-
-
 def _found(roots: tuple[object, ...]) -> tuple[list[tuple[str, _Kept]], list[tuple[str, nn.Parameter]]]:
-    """(where and what can change, the parameters), of all that can be reached from the roots.
-
-    A name that ends with a point is that of an object's attributes: what is in them is named with the point, what is in another container
-    with brackets.
-    """
-    kept: list[tuple[str, _Kept]] = []
-    parameters: list[tuple[str, nn.Parameter]] = []
-    seen: dict[int, object] = {}  # the objects themselves, so that no other one gets their identity
-    waiting: list[tuple[str, Any]] = [("" if place == 0 else f"root {place}", root) for place, root in enumerate(roots)]
-    while waiting:
-        where, value = waiting.pop()
-        if id(value) in seen or value is None or isinstance(value, (str, bytes, int, float, complex, types.ModuleType)):
-            continue
-        seen[id(value)] = value
-        name = where.strip(".") or "the model"
-        if isinstance(value, nn.Parameter):
-            parameters.append((name, value))
-        elif (own := _kept_of(value)) is not None:
-            kept.append((name, own))
-        waiting += _parts(where, value)
+    """(where and what can change, the parameters), of all that can be reached from the roots."""
+    everything = list(reached(roots))
+    parameters = [(where, value) for where, value in everything if isinstance(value, nn.Parameter)]
+    memory = _Memory(parameter for _, parameter in parameters)
+    kept = [(where, own) for where, value in everything if not memory.has(value) and (own := _kept_of(value)) is not None]
     return kept, parameters
+
+
+class _Memory:
+    """The memory of some tensors. What else has a part of it is these tensors, under another name."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._spans = sorted({span for tensor in tensors if (span := _span(tensor)) is not None})
+
+    def has(self, value: Any) -> bool:
+        """Whether a tensor or an array has a part of it."""
+        if not isinstance(value, (Tensor, np.ndarray)) or (span := _span(value)) is None:
+            return False
+        place = bisect_left(self._spans, (span[1], 0)) - 1
+        return place >= 0 and self._spans[place][1] > span[0]
+
+
+def _span(value: Tensor | np.ndarray[Any, Any]) -> tuple[int, int] | None:
+    """(address of the first byte, and behind the last one) of a tensor or an array; None for one without memory of its own."""
+    if isinstance(value, np.ndarray):
+        first, end = np.lib.array_utils.byte_bounds(value)
+    elif value.layout != torch.strided or value.is_meta or not value.numel():
+        return None
+    else:
+        last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+        first = value.data_ptr()
+        end = first + (last + 1) * value.element_size()
+    return (first, end) if first != end else None
 
 
 def _kept_of(value: Any) -> _Kept | None:
     """What there is to compare and to put back of a value itself, not of what it holds; None for one that can't change."""
     if isinstance(value, Tensor):
-        return _KeptTensor(value)
+        return None if isinstance(value, nn.Parameter) else _KeptTensor(value)
     if isinstance(value, np.ndarray):
         return _KeptArray(value) if value.flags.writeable and not isinstance(value, np.memmap) else None
     if isinstance(value, (dict, list, deque)):
         return _KeptContents(value)
-    if isinstance(value, (set, bytearray)):
+    if isinstance(value, (set, bytearray, array)):
         return _KeptBag(value)
+    if isinstance(value, Cached):
+        return _KeptEmpty(value) if is_own(getattr(value, "__wrapped__", None)) else None
     if isinstance(value, type):
-        return None if _is_foreign(value) else _KeptNames(value, lambda: [key for key in vars(value) if not key.startswith("__")])
+        return None if is_foreign(value) else _KeptNames(value, lambda: [key for key in vars(value) if not key.startswith("__")])
+    if isinstance(value, Globals):
+        return _KeptGlobals(value)
     if isinstance(value, types.CellType):
         return _KeptNames(value, lambda: ["cell_contents"])
-    return _KeptNames(value, partial(_slots, type(value))) if _slots(type(value)) else None
-
-
-def _parts(where: str, value: Any) -> list[tuple[str, Any]]:
-    """(where, what) is reached from a value in one step."""
-    if isinstance(value, dict):
-        if where.endswith("."):  # a module's parameters, buffers and modules are named as it names them
-            return [(where if key in _REGISTERED else f"{where}{key}", item) for key, item in value.items()]
-        return [(f"{where}[{key!r}]", item) for key, item in value.items()]
-    if isinstance(value, (list, tuple, set, frozenset, deque)):
-        return [(f"{where}[{place}]", item) for place, item in enumerate(value)]
-    if isinstance(value, np.ndarray):
-        return [(where, item) for item in value.flat] if value.dtype == object else []
-    if isinstance(value, type):
-        return [] if _is_foreign(value) else [(f"{where}.{key}", item) for key, item in vars(value).items() if not key.startswith("__")]
-    if isinstance(value, types.CellType):
-        return [(where, item) for item in _values(value, ["cell_contents"]).values()]
-    if isinstance(value, types.MethodType):
-        return [(where, value.__self__), (where, value.__func__)]
-    if isinstance(value, types.FunctionType):
-        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        defaults = (value.__defaults__, value.__kwdefaults__)
-        found = [*((f"{where}'s {name}", cell) for name, cell in cells), *((f"{where}'s defaults", item) for item in defaults)]
-        return [] if _is_foreign(value) else [*found, (f"{where}.", value.__dict__)]
-    if isinstance(value, functools.partial):
-        return [(where, value.func), (where, value.args), (where, value.keywords)]
-    if _is_foreign(type(value)) and not isinstance(value, (nn.Module, Tensor, types.SimpleNamespace)):
-        return []
-    slots = [(f"{where}.{key}", item) for key, item in _values(value, _slots(type(value))).items()]
-    classes = [(f"{where}'s class", base) for base in type(value).__mro__]
-    return [*slots, *classes, (f"{where}.", getattr(value, "__dict__", None))]
-
-
-_REGISTERED = ("_parameters", "_buffers", "_modules")
-
-
-def _is_foreign(what: Any) -> bool:
-    """Whether a class or a function is of a library whose own state is none of a model's."""
-    return (getattr(what, "__module__", None) or "builtins").partition(".")[0] in _FOREIGN
-
-
-def _slots(kind: type) -> list[str]:
-    """The names of the attributes that instances keep outside of a `__dict__`."""
-    names: list[str] = []
-    for base in () if _is_foreign(kind) else kind.__mro__:
-        own = base.__dict__.get("__slots__", ())
-        names += [own] if isinstance(own, str) else own
-    return [name for name in names if not name.startswith("__")]
-
-
-def _values(value: Any, names: list[str]) -> dict[str, Any]:
-    """The attributes of these names that there are."""
-    found = {}
-    for name in names:
-        with suppress(AttributeError, ValueError):  # an empty slot, an empty cell
-            found[name] = value.__dict__[name] if isinstance(value, type) else getattr(value, name)
-    return found
+    return _KeptNames(value, partial(slots_of, type(value))) if slots_of(type(value)) else None
 
 
 # What is kept ---------------------------------------------------------------------------------------------------------------------
@@ -239,17 +199,60 @@ class _KeptContents:
 
 
 class _KeptBag:
-    """A set or a bytearray."""
+    """A set, a bytearray or an array of the module of that name."""
 
     def __init__(self, target: Any) -> None:
-        self._target, self._was = target, target.copy()
+        self._target, self._was = target, copy.copy(target)
 
     def changed(self) -> bool:
         return bool(self._target != self._was)
 
     def restore(self) -> None:
-        self._target.clear()
-        (self._target.extend if isinstance(self._target, bytearray) else self._target.update)(self._was)
+        if isinstance(self._target, set):
+            self._target.clear()
+            self._target.update(self._was)
+        else:
+            self._target[:] = self._was
+
+
+class _KeptEmpty:
+    """A cache of functools: empty whenever a run begins, as nobody can tell what it keeps."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+        target.cache_clear()
+
+    def changed(self) -> bool:
+        return bool(self._target.cache_info().currsize)
+
+    def restore(self) -> None:
+        self._target.cache_clear()
+
+
+class _KeptGlobals:
+    """Some globals of a module: the same objects, under the same names. What an import binds is no state."""
+
+    def __init__(self, target: Globals) -> None:
+        self._content, self._names = target.content, target.names
+        self._was = attributes(target, target.names)
+
+    def _differing(self) -> list[str]:
+        content, was = self._content, self._was
+        changed = [name for name in self._names if content.get(name, _NOTHING) is not was.get(name, _NOTHING)]
+        return [name for name in changed if not isinstance(content.get(name), types.ModuleType)]
+
+    def changed(self) -> bool:
+        return bool(self._differing())
+
+    def restore(self) -> None:
+        for name in self._differing():
+            if name in self._was:
+                self._content[name] = self._was[name]
+            else:
+                del self._content[name]
+
+
+_NOTHING = object()
 
 
 class _KeptNames:
@@ -257,15 +260,15 @@ class _KeptNames:
 
     def __init__(self, target: Any, names: Callable[[], list[str]]) -> None:
         self._target, self._names = target, names
-        self._was = _values(target, names())
+        self._was = attributes(target, names())
 
     def changed(self) -> bool:
-        now = _values(self._target, self._names())
+        now = attributes(self._target, self._names())
         return len(now) != len(self._was) or not all(name in now and now[name] is value for name, value in self._was.items())
 
     def restore(self) -> None:
         change = type if isinstance(self._target, type) else object
-        for name in _values(self._target, self._names()).keys() - self._was.keys():
+        for name in attributes(self._target, self._names()).keys() - self._was.keys():
             change.__delattr__(self._target, name)
         for name, value in self._was.items():
             change.__setattr__(self._target, name, value)

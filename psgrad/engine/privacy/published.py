@@ -22,11 +22,25 @@ class PublishedTensors:
 
     def __init__(self, model: nn.Module, trained: Iterable[str]) -> None:
         self._model, self._trained = model, tuple(trained)
+        self._built = self._of_trained()
         self.renew()
 
     def renew(self) -> None:
         """Take what is there now for what it was: after a checkpoint of the run was read."""
         self._began = self._digests(*self._now())
+
+    def require_unwritten(self) -> None:
+        """Raises ModelError where a trained parameter is not, bit for bit, what it was when this was made: to be called before training."""
+        now = self._of_trained()
+        written = [name for name, digest in self._built.items() if now[name] != digest]
+        if written:
+            more = f" (and {len(written) - 1} more)" if len(written) > 1 else ""
+            raise ModelError(
+                f"a forward pass changes the parameter {written[0]}{more}: it was run on rows of the data before the first step",
+                expected="parameters that the optimiser alone changes: what a row writes into them is published without noise",
+                cause="a first pass that sets the model up from the data it sees (data-dependent initialisation)",
+                next_step="set it up from public data, where the model is built, or load weights that were set up so",
+            )
 
     def checked(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """(name -> parameter or buffer, the tensors of the state dict).
@@ -56,6 +70,10 @@ class PublishedTensors:
     def _now(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         state = {name: value for name, value in self._model.state_dict().items() if isinstance(value, Tensor)}
         return tensors_of(self._model), state
+
+    def _of_trained(self) -> dict[str, str]:
+        """name -> the SHA-256 of a parameter that is trained."""
+        return {name: _sha256(self._model.get_parameter(name)) for name in self._trained}
 
     def _digests(self, named: dict[str, Tensor], state: dict[str, Tensor]) -> dict[tuple[str, str], str]:
         """(name, where from) -> the SHA-256 of a tensor that is not trained."""

@@ -3,7 +3,8 @@
 The clipped gradients of a batch add up to a sum that one record moves by its bound only if the others' gradients stay what they are when
 it comes or goes. So each record draws by the run's secret key, the step, its own number and its own program: its dropout masks, what an
 augmentation or a dataset makes of it. Numbers that a model draws outside of PyTorch's operators (NumPy, Python's random) can't be told
-apart by record; they follow from the step alone, as the generators are seeded alike wherever the model begins to run.
+apart by record; they follow from the step alone, as the generators are seeded alike wherever the model begins to run: the global ones, and
+those that the code keeps to itself.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from psgrad.engine.privacy.generators import Generator
-from psgrad.engine.transforms import generators
-from psgrad.engine.transforms.draws import draw_by_label
-from psgrad.engine.transforms.interpreter import innermost
+from psgrad.engine.privacy.own_generators import OwnGenerators
+from psgrad.engine.transforms import diagnostics, generators
+from psgrad.engine.transforms.draws import draw_by_label, drawing_by_label
+from psgrad.engine.transforms.interpreter import innermost, state
+from psgrad.engine.transforms.operators import Op, is_random
 from psgrad.errors import ModelError
 
 Labels = npt.NDArray[np.int64]
@@ -38,22 +41,25 @@ RUN, ROW, COPY = _PLACES - 3, _PLACES - 2, _PLACES - 1
 class RecordDraws:
     """The draws of a run, by step, from AES-256 with a key of their own.
 
-    generator: gives the key; the draws are as secret as its numbers are.
+    Args:
+        generator: gives the key; the draws are as secret as its numbers are.
+        own: generators of the code's own, which are then seeded where the global ones are.
     """
 
-    def __init__(self, generator: Generator) -> None:
+    def __init__(self, generator: Generator, own: OwnGenerators | None = None) -> None:
         self._key = hashlib.sha256(b"psgrad draws" + generator.uint64(4).tobytes()).digest()
+        self.own = OwnGenerators() if own is None else own
 
     def at(self, step: int) -> StepDraws:
         """Those of step number 0, 1, ..."""
-        return StepDraws(hashlib.sha256(self._key + step.to_bytes(8, "little")).digest())
+        return StepDraws(hashlib.sha256(self._key + step.to_bytes(8, "little")).digest(), self.own)
 
 
 class StepDraws:
     """The draws of one step. The same ones, however often and in whatever parts a batch is computed."""
 
-    def __init__(self, key: bytes) -> None:
-        self._key = key
+    def __init__(self, key: bytes, own: OwnGenerators) -> None:
+        self._key, self.own = key, own
 
     def bits(self, labels: npt.NDArray[np.uint64], number: int, size: int) -> npt.NDArray[np.uint8]:
         """[n, size] bytes of draw `number` for each label: AES-256 of the label, the number and a counter."""
@@ -72,8 +78,20 @@ class StepDraws:
         return found[: 16 * each * len(labels)].reshape(len(labels), 16 * each)[:, :size]
 
     def seed(self, label: int, number: int) -> None:
-        """Seed PyTorch's, NumPy's and Python's global generators."""
-        generators.seed_all(self.bits(np.array([label], dtype=np.uint64), number, 24).view(np.uint64)[0])
+        """Seed PyTorch's, NumPy's and Python's global generators, and those that the code keeps to itself."""
+        numbers = self.bits(np.array([label], dtype=np.uint64), number, 8 * (3 + len(self.own))).view(np.uint64)[0]
+        generators.seed_all(numbers[:3])
+        self.own.seed(numbers[3:].tolist())
+
+    def states(self) -> tuple[Any, ...]:
+        """The states of all of these, to be compared."""
+        return (*generators.everywhere(), *self.own.states())
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """All of these are in the end as they were."""
+        with generators.kept(), self.own.kept():
+            yield
 
 
 def labels_of(records: npt.ArrayLike, width: int) -> Labels:
@@ -108,13 +126,14 @@ def begin_run(draws: StepDraws, label: torch.Tensor) -> None:
 
 
 @contextmanager
-def drawing_by_record() -> Iterator[None]:
-    """Around the computation of a batch: global generators are in the end as they were.
+def drawing_by_record(draws: RecordDraws | StepDraws) -> Iterator[None]:
+    """Around the computation of a batch: global generators, and the code's own, are in the end as they were.
 
     Raises ModelError where an operator drew from PyTorch's: such draws go by the place in the batch.
     """
     before = _watch.watching, _watch.seeded
-    with generators.kept():
+    with generators.kept(), draws.own.kept():
+        generators.seed_all((0, 0, 0))  # a second pass puts this state back, which must not look as if an operator had drawn from it
         _watch.watching, _watch.seeded = True, False
         try:
             yield
@@ -122,6 +141,38 @@ def drawing_by_record() -> Iterator[None]:
                 _require_no_other_draws()
         finally:
             _watch.watching, _watch.seeded = before
+
+
+@contextmanager
+def without_draws() -> Iterator[None]:
+    """Around the computation of a batch that was given no draws by record. Raises ModelError where something draws otherwise.
+
+    Inside `drawing_by_record` a loss may begin runs of its own.
+    """
+
+    def refuse(op: Op, args: Any, kwargs: dict[str, Any]) -> None:
+        if is_random(op, args, kwargs) and not drawing_by_label():
+            raise _no_draws_by_record(f"the model or the loss draws random numbers by {op._schema.name}{diagnostics.where()}")
+
+    before, state.watchers = state.watchers, (*state.watchers, refuse)
+    drawn = generators.states()
+    try:
+        yield
+    finally:
+        state.watchers = before
+    if not _watch.watching and any(not torch.equal(was, generator.get_state()) for generator, was in drawn):
+        raise _no_draws_by_record("random numbers were drawn from PyTorch's generators while a batch was read and summed")
+
+
+def _no_draws_by_record(arrived: str) -> ModelError:
+    return ModelError(
+        f"{arrived}, and the records have no draws of their own",
+        expected="draws by record, from a key and each record's number; or nothing that draws",
+        cause="dropout or other noise in train mode, or an augmentation. What a record gets then depends on the records beside it: one "
+        "record more moves the sum by any amount, and clipping bounds nothing",
+        next_step="give batch_source draws=RecordDraws(generator).at(step) and records=their numbers (RecordReader and RecordStreams: "
+        "draws=RecordDraws(generator)), or call model.eval()",
+    )
 
 
 class _Watch:
@@ -135,9 +186,13 @@ _watch = _Watch()
 
 def _require_no_other_draws() -> None:
     if generators.torch_has_drawn():
-        raise ModelError(
-            "the model or the loss draws random numbers by an operator that PyTorch doesn't say of that it draws",
-            expected="random numbers from PyTorch's operators, which are drawn for each record by itself",
-            cause="an operator of a library or of your own; what it draws goes by a record's place in the batch, which depends on others",
-            next_step="draw with torch.rand or its like and give the operator the result, or set model.mode: eval",
-        )
+        raise _draws_unsaid()
+
+
+def _draws_unsaid() -> ModelError:
+    return ModelError(
+        "the model or the loss draws random numbers by an operator that PyTorch doesn't say of that it draws",
+        expected="random numbers from PyTorch's operators, which are drawn for each record by itself",
+        cause="an operator of a library or of your own; what it draws goes by a record's place in the batch, which depends on others",
+        next_step="draw with torch.rand or its like and give the operator the result, or set model.mode: eval",
+    )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from psgrad.engine.gradients.loading import Batch
 from psgrad.engine.privacy.record_draws import COPY, ROW, RecordDraws, StepDraws, by_record, labels_of
-from psgrad.engine.transforms import generators, vmap
+from psgrad.engine.transforms import vmap
 from psgrad.errors import DataError
 
 Rows = npt.NDArray[np.int64]
@@ -115,8 +115,8 @@ class RecordReader:
             up to the longest record that is read at once.
         draws: of the run. With them, what is read depends neither on the chunks in which it is read nor on other records, also where
             `take` or `augment` draw from the global generators of PyTorch, NumPy or Python, which are seeded for each row and copy and
-            set back; and the loss draws by record. Without, these draw as they would anyway, and a private sum of records that draw
-            has no bound.
+            set back, or from those that the draws know as the code's own; and the loss draws by record. Without, these draw as they
+            would anyway, and a private sum of records that draw has no bound.
 
     Attributes:
         copies: of each row; 1 where there is no augmentation.
@@ -161,6 +161,26 @@ class RecordReader:
         self.drawn = drawn[np.argsort(-self.records.sizes[drawn], kind="stable")]
         self._now = None if self.draws is None else self.draws.at(step)
 
+    def require_memoryless(self, records: npt.ArrayLike) -> None:
+        """Raises DataError where one of these records is another one when it is read again, after the others. `drawn` is another then."""
+        first = [self._alone(record) for record in np.asarray(records)]
+        again = [self._alone(record) for record in np.asarray(records)[::-1]][::-1]
+        if first != again:
+            raise DataError(
+                f"record {next(place for place, found in enumerate(first) if found != again[place])} of the records looked at is another "
+                "one when it is read again, after others",
+                expected="records that depend on no other record, and on nothing that was read before",
+                cause="a dataset or an augmentation that keeps something from call to call (a counter, a cache of what it drew), or draws "
+                "from a source of random numbers that psgrad does not find",
+                next_step="keep nothing from one call to the next; draw with torch, numpy or random, or from a generator in an attribute",
+            )
+
+    def _alone(self, record: int) -> list[bytes]:
+        """A record as it is read by itself."""
+        self.draw([record])
+        batch = self(0, 1)
+        return [x.contiguous().numpy().tobytes() for x in (*batch.inputs, batch.target) if x is not None]
+
     def loss_of(self, loss: Callable[..., Any], *, randomness: str = "error") -> Callable[..., Any]:
         """The loss of a record, as a stream calls it, from that of one row: (params, inputs, target) to (loss, aux)."""
         if self.draws is not None:
@@ -200,11 +220,11 @@ class RecordReader:
         rows = self.records.rows_of_each(chosen)
         if self._now is None:
             return self._take(rows)
-        with generators.kept():
+        with self._now.kept():
             if not self._take_draws:
-                before = generators.everywhere()
+                before = self._now.states()
                 together = self._take(rows)
-                self._take_draws = generators.everywhere() != before
+                self._take_draws = self._now.states() != before
                 if not self._take_draws:
                     return together
             parts = []
@@ -217,7 +237,7 @@ class RecordReader:
 
     def _augmented(self, rows: Batch, chosen: Rows) -> RecordBatch:
         made = []
-        with nullcontext() if self._now is None else generators.kept():
+        with nullcontext() if self._now is None else self._now.kept():
             for place, label in enumerate(self._labels(chosen, self.copies)):
                 if self._now is not None:
                     self._now.seed(int(label), COPY)

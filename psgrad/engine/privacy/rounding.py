@@ -5,20 +5,23 @@ value of the noise alone, and values that noise alone can't have tell that a rec
 Significant Bits for Differential Privacy", 2012). So what is released is a whole number of steps of a grid, 2^-12 to 2^-13 of the noise's
 standard deviation, which follows from that public number and from nothing else. With and without a record the same steps can come out.
 
-What a released number is, exactly: the value x is taken apart into whole steps w and a rest f of at most half a step, both without
-rounding (the grid is a power of two). The noise t is drawn in steps, and w + round(f + t) is released. Its float32 form, a weight that is
-updated by it, and all else that is made of it depends on x by this whole number alone.
+What a released number is, exactly: the value x and the noise t are added in float64, and their sum is rounded to the nearest step. Where
+|x| is above 2^18 steps, it is taken apart into whole steps w and a rest f of at most half a step, both without rounding (the grid is a
+power of two), and w + round(f + t) is released. Its float32 form, a weight that is updated by it, and all else that is made of it depends
+on x by this whole number alone.
 
-What is left of floating point is in f + t. The errors of t (`box_muller` has them) and of f + t move the edges of a step by less than
-2^-32 of a step, for normal numbers of radius up to 12, and the finitely many values that t has are so dense that a step's probability
-is off by less than 2^-34 of itself. So each step's probability is the Gaussian's within a factor 1 +- 2^-31, and `residual_epsilon` is
-what that adds up to over a run.
+What is left of floating point is in t, in x + t and in f + t. The errors of t (`box_muller` has them) and of the sum, which is at most
+2^-35 of a step, move the edges of a step by less than 2^-32 of a step, for normal numbers of radius up to 12, and the finitely many values
+that t has are so dense that a step's probability is off by less than 2^-34 of itself. So each step's probability is the Gaussian's within
+a factor 1 +- 2^-31, and `residual_epsilon` is what that adds up to over a run.
 """
 
 from __future__ import annotations
 
 import math
+from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,8 +35,10 @@ GRID_BITS = 12
 _OFF = 2.0**-31
 # The share of delta at which `residual_epsilon` is stated.
 _SHARE = 1e-9
-# Numbers whose noise is drawn at a time (two blocks of normals for each of eight threads), and that are rounded at a time (in the cache).
-_PIECE, _BLOCK = 1 << 20, 1 << 16
+# Numbers whose noise is drawn at a time on another device than the CPU.
+_PIECE = 1 << 20
+# Steps that a value may be large whose noise is added to it as it is.
+_DIRECT = 2.0**18
 # Deviations that leave room in float64 for the grid, and for sums of many of them.
 _SMALLEST, _LARGEST = 2.0**-900, 2.0**900
 
@@ -73,21 +78,45 @@ def noisy(values: Tensor, deviation: float, generator: Generator) -> Tensor:
     """
     grid = grid_of(deviation)
     found = torch.empty(values.shape, dtype=values.dtype, device=values.device)
-    flat, out = values.reshape(-1), found.view(-1)
-    for start in range(0, flat.numel(), _PIECE):
-        into = out[start : start + _PIECE]
-        drawn = generator.normal((into.numel(),), torch.float64, values.device)
-        for part, of_drawn, result in zip(flat[start : start + _PIECE].split(_BLOCK), drawn.split(_BLOCK), into.split(_BLOCK), strict=True):
-            steps = part.to(torch.float64, copy=True).div_(grid)
-            result.copy_(whole_steps(steps, of_drawn.mul_(deviation / grid)).mul_(grid))
+    flat, out = values.detach().double().reshape(-1), found.view(-1)
+    if flat.device.type != "cpu":
+        for start in range(0, flat.numel(), _PIECE):
+            there = slice(start, min(start + _PIECE, flat.numel()))
+            drawn = generator.normal((there.stop - start,), torch.float64, flat.device).mul_(deviation)
+            to_nearest(flat[there], drawn, grid)
+            out[there] = drawn
+        return found
+    summed, written = flat.numpy(), out.numpy()
+
+    def add(start: int, drawn: np.ndarray) -> None:
+        there = slice(start, start + len(drawn))
+        to_nearest(summed[there], drawn, grid)
+        written[there] = drawn
+
+    generator.normal_blocks(flat.numel(), deviation, add)
     return found
 
 
-def whole_steps(steps: Tensor, drawn: Tensor) -> Tensor:
-    """The whole number nearest to steps + drawn, float64; both are overwritten.
+Numbers = TypeVar("Numbers", np.ndarray, Tensor)
 
-    The whole part of `steps` is set aside first, so that its size has no part in the rounding. Zero comes without a sign, which would be
-    that of the rest.
+
+def to_nearest(values: Numbers, drawn: Numbers, grid: float) -> None:
+    """Make of `drawn` the multiples of the grid that are nearest to values + drawn; both are float64, and of at least one number.
+
+    Zero comes without a sign, which would be that of what was rounded to it.
     """
+    if -_DIRECT * grid <= values.min() and values.max() <= _DIRECT * grid:
+        edge = 1.5 * 2.0**52 * grid  # above it, neighbouring numbers are one step apart
+        drawn += values
+        drawn += edge
+        drawn -= edge
+        return
+    steps = values / grid
     whole = steps.round()
-    return drawn.add_(steps.sub_(whole)).round_().add_(whole).add_(0.0)
+    steps -= whole
+    drawn /= grid
+    drawn += steps
+    drawn[:] = drawn.round()
+    drawn += whole
+    drawn += 0.0
+    drawn *= grid

@@ -7,7 +7,6 @@ that the sum is finite, and that a batch may be empty.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import numpy.typing as npt
@@ -19,7 +18,7 @@ from psgrad.engine.privacy.clipped import ClippedSum as ClippedSum
 from psgrad.engine.privacy.clipped import Clipper, Total
 from psgrad.engine.privacy.clipped import RecordColumns as RecordColumns
 from psgrad.engine.privacy.clipping import Clipping
-from psgrad.engine.privacy.record_draws import StepDraws, begin_run, drawing_by_record, labels_of
+from psgrad.engine.privacy.record_draws import StepDraws, begin_run, drawing_by_record, labels_of, without_draws
 
 GradientSource = Callable[[Clipping], ClippedSum]
 """The clipped sum of one drawn batch, whatever made it."""
@@ -39,9 +38,9 @@ def batch_source(
     """The source of a batch that is in memory, a sample a record, none even. The arguments are those of `per_sample_weighted_sum`.
 
     A loss that draws random numbers (randomness='different') needs two more: the draws of the step, and the number [n] of each record.
-    Without them a record's draws depend on the others, and the sum has no bound.
+    Without them a record's draws would depend on the others, and the sum would have no bound.
 
-    Raises ValueError for draws without records, or with randomness='same'.
+    Raises ValueError for draws without records, or with randomness='same'. The source raises ModelError for a loss that draws without them.
     """
     count = Pass(loss, params, batch, in_dims, has_aux, randomness).level.size
     if (draws is None) != (records is None) or (draws is not None and randomness == "same"):
@@ -55,7 +54,7 @@ def batch_source(
         total = Total(clipping, params)
         if count:
             clipper = Clipper(clipping, memory)
-            with nullcontext() if draws is None else drawing_by_record():
+            with without_draws() if draws is None else drawing_by_record(draws):
                 total.add(clipper(loss, params, *batch, in_dims=in_dims, has_aux=has_aux, randomness=randomness))
         return total.found()
 
@@ -75,12 +74,13 @@ def _by_record(loss: Callable[..., Any], draws: StepDraws) -> Callable[..., Any]
 def stream_source(stream: Stream, count: int) -> GradientSource:
     """The source of the rows 0, ..., count - 1 of a stream, a row a record, none even, in chunks that fit in memory.
 
-    The parameters are read as they are when the source is called.
+    The parameters are read as they are when the source is called. Raises ModelError for a loss that draws random numbers, where the
+    stream's reader has no draws by record.
     """
 
     def source(clipping: Clipping) -> ClippedSum:
         total = _TotalOfChunks(clipping, stream.params)
-        with drawing_by_record() if stream.by_record else nullcontext():
+        with without_draws() if stream.draws is None else drawing_by_record(stream.draws):
             for _ in stream.run(count, [total], Clipper(clipping)):
                 pass
         return total.found()

@@ -14,6 +14,7 @@ from psgrad.engine.transforms.interpreter import in_pieces, interpret, map_trace
 from psgrad.engine.transforms.levels import Level
 from psgrad.engine.transforms.operators import Op, aten, facts
 from psgrad.engine.transforms.rules.registry import decomposition_of, taken_apart
+from psgrad.engine.transforms.shapes import refuse_shapes
 
 
 class AdoptingLevel(Level):
@@ -38,6 +39,7 @@ class AdoptingLevel(Level):
         if operator.mutated or operator.mutated_kwargs:
             return self.write_outside(op, args, kwargs)
         if taken_apart(op):
+            refuse_shapes(op, args, kwargs)  # the pieces may accept what the operator refuses
             return in_pieces(decomposition_of(op), args, kwargs)  # type: ignore[arg-type]
         result = self.lower_untraced(op, args, kwargs)
         # A view is still somebody else's memory.

@@ -6,6 +6,8 @@ real batched kernels. A value without that axis stays a plain value (or a tracer
 
 from __future__ import annotations
 
+import itertools
+import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,6 +17,7 @@ from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.adoption import AdoptingLevel
 from psgrad.engine.transforms.fresh import FreshTracer, is_fresh, process_fresh
 from psgrad.engine.transforms.interpreter import Tracer, interpret, map_tracers, rewritten, state, strides_of
+from psgrad.engine.transforms.memory import dense_strides, is_ordinary, laid_out, lies_otherwise, strides_of_one_sample
 from psgrad.engine.transforms.operators import (
     Op,
     aten,
@@ -63,11 +66,24 @@ class BatchTracer(Tracer):
 
     level: BatchLevel
     carries_samples = True
+    lies_otherwise = False  # whether the value lies in memory otherwise than the strides say (see memory.py)
 
     def below(self) -> torch.Tensor:
         if not isinstance(self.value, torch.Tensor):
             self.value = self.value.materialise()
         return self.value
+
+    def lay_out(self) -> None:
+        """Lay the value out as the strides say. For one that no view was taken of."""
+        with torch.enable_grad():  # whoever looks at it, it keeps its derivative
+            self.value, self.lies_otherwise = laid_out(self.below(), (sys.maxsize, *self.stride())), False
+
+    def contiguously(self) -> BatchTracer:
+        if self.is_contiguous():
+            return self
+        same = _make(BatchTracer, self.shape, dtype=self.dtype, device=self.device)
+        same.value, same.level, same.lies_otherwise = self.value, self.level, True
+        return same  # type: ignore[no-any-return]
 
     def rewritten(self, new: Any) -> Any:
         return self.level.lift(rewritten(self.below(), new.below())) if self.level.owns(new) else new
@@ -141,8 +157,13 @@ class BatchLevel(AdoptingLevel):
         rule = operator.batching
         if rule is None:
             return decompose(op, args, kwargs)
+        if operator.facts.is_view:
+            if self.owns(args[0]) and args[0].lies_otherwise:
+                args[0].lay_out()
+            result = rule(self.batch, op, *args, **kwargs)
+            return traced(result, self) if type(result) is torch.Tensor else self._wrap(result)
         result = rule(self.batch, op, *args, **kwargs)
-        return traced(result, self) if type(result) is torch.Tensor else self._wrap(result)
+        return self._made(result, op, args, kwargs) if type(result) is torch.Tensor else self._all_made(result, op, args, kwargs)
 
     def _meets_fresh(self, args: Any) -> bool:
         for a in args:
@@ -161,6 +182,26 @@ class BatchLevel(AdoptingLevel):
 
     def _wrap_one(self, physical: torch.Tensor) -> torch.Tensor:
         return physical if self.owns(physical) else traced(physical, self)
+
+    def _made(self, value: torch.Tensor, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], place: int = 0) -> BatchTracer:
+        """The tracer of what an operator has made anew, with the strides that PyTorch gives one sample's result."""
+        if value.is_contiguous() if state.going_back else is_ordinary(value, op, args, kwargs):
+            return traced(value, self)
+        own = strides_of(value)[1:]
+        shape = value.shape[1:]
+        strides = dense_strides(shape, own) if state.going_back else strides_of_one_sample(value, op, args, kwargs, place)
+        tracer = _make(BatchTracer, shape, strides, 0, dtype=value.dtype, device=value.device)
+        tracer.value, tracer.level, tracer.lies_otherwise = value, self, lies_otherwise(value, strides)
+        return tracer  # type: ignore[no-any-return]
+
+    def _all_made(self, result: Any, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        places = itertools.count()
+
+        def made(value: torch.Tensor) -> torch.Tensor:
+            place = next(places)
+            return value if self.owns(value) else self._made(value, op, args, kwargs, place)
+
+        return map_tracers(made, result)
 
     def _defer(self, deferral: Deferral, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not (state.cotangent_is_shared and deferral.starts(op)) and not (self.has_deferred and self._waiting(args)):
@@ -190,6 +231,8 @@ class BatchLevel(AdoptingLevel):
                     "a tensor without a sample axis, from one that has it",
                     "each sample would need a copy of its own of the tensor that is written to",
                 )
+            if args[position].lies_otherwise and 0 in args[position].value.stride():  # samples, or elements of one, share a place
+                args[position].lay_out()
         if reshapes_in_place(op):
             if not torch.is_grad_enabled() and isinstance(args[0].value, Tracer):
                 refuse_mutation(op, "a traced tensor under no_grad", "its derivative would go by as if its shape had stayed")

@@ -26,7 +26,7 @@ from psgrad.engine.transforms.operators import (
     reshapes_in_place,
 )
 from psgrad.engine.transforms.rules.registry import DerivativeRule, decompose, decomposition_of, known
-from psgrad.engine.transforms.rules.views import write_through
+from psgrad.engine.transforms.rules.view_writes import write_through
 from psgrad.errors import TransformError
 
 Position = int | tuple[int, int]  # of an argument, or of an item of an argument that is a list
@@ -60,6 +60,15 @@ class DerivativeTracer(Tracer):
     def below(self) -> torch.Tensor:
         self.level.refresh(self)
         return self.value
+
+    def contiguously(self) -> DerivativeTracer:
+        value = self.below()
+        if not isinstance(value, Tracer) or (contiguous := value.contiguously()) is value:
+            return self
+        same = self.level.constant(contiguous)
+        same.become(self)
+        same.value = contiguous
+        return same
 
 
 _make = torch.Tensor._make_wrapper_subclass

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.derivatives import DerivativeLevel
-from psgrad.engine.transforms.interpreter import rules_only, state
+from psgrad.engine.transforms.interpreter import Tracer, rules_only, state
 from psgrad.engine.transforms.kept import Kept
 from psgrad.engine.transforms.record import Node, pull_back
 from psgrad.engine.transforms.reverse import GradLevel, GradTracer
@@ -54,7 +54,7 @@ def grad_and_value(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool
         record = cotangents_and_value(func, positions, args, kwargs, has_aux)
         for argument, new in record.written:
             argument.copy_(new)
-        gradients = [_zeros_like(x) if g is None else g for g, x in zip(record.cotangents, record.primals, strict=True)]
+        gradients = [_gradient(g, x) for g, x in zip(record.cotangents, record.primals, strict=True)]
         trees = _unflatten(gradients, record.structures)
         result = trees[0] if isinstance(argnums, int) else tuple(trees)
         return (result, (record.value, record.aux)) if has_aux else (result, record.value)
@@ -145,7 +145,7 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
                 outer.kept.depend_on(kept)
         with torch.set_grad_enabled(torch.is_grad_enabled() if create_graph is None else create_graph):
             found = pull_back(list(zip(ends, given, strict=True)), [start.node for start in starts], keep=True, attached=level.attached)
-        gradients = [_zeros_like(x) if g is None else g for g, x in zip(found, primals_flat, strict=True)]
+        gradients = [_gradient(g, x) for g, x in zip(found, primals_flat, strict=True)]
         return tuple(_unflatten(gradients, structures))
 
     value = tree_unflatten(values, out_spec)
@@ -279,5 +279,8 @@ def _check_cotangent(cotangent: Any, value: torch.Tensor) -> None:
         )
 
 
-def _zeros_like(x: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+def _gradient(cotangent: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    """The gradient in `x`. As PyTorch's, it is contiguous where `x` is: programs take views of it."""
+    if cotangent is None:
+        return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    return cotangent.contiguously() if isinstance(cotangent, Tracer) and x.is_contiguous() else cotangent

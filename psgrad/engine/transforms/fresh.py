@@ -105,13 +105,15 @@ def process_fresh(level: BatchLevel, op: Op, args: tuple[Any, ...], kwargs: dict
             mapped = mapped or level.randomness != "same"
         if mapped:
             spread = tuple(x.spread() if i in operator.mutated and is_fresh(x, level) else contents[i] for i, x in enumerate(args))
-            level.process(op, spread, keywords)
+            result = level.process(op, spread, keywords)
         else:
             shape = target.shape
-            interpret(op, contents, keywords, below=level)
+            result = interpret(op, contents, keywords, below=level)
             if is_fresh(target, level) and target.plain.shape != shape:
                 refuse_mutation(op, "a tensor's shape", "a traced tensor keeps the shape that it was made with")
-        return target
+        if operator.returns_target:
+            return target
+        return result if mapped else map_tracers(lambda x: FreshTracer(x, level), result)
     if is_random(op, args, kwargs):
         return level.process(op, contents, keywords)
     if mapped:

@@ -43,6 +43,7 @@ class _State(threading.local):
         # True while a cotangent is computed for a value that no sample axis has touched: only there may a
         # contraction over the sample axis be put off (see Deferral in batching.py).
         self.cotangent_is_shared = False
+        self.going_back = False  # while the pass back runs: what its operators make is seen by rules alone
         # PyTorch's own autograd, where the outermost transform was called with recording on: how its layer of the dispatcher
         # was set, and whether a tensor that requires a gradient has been met since.
         self.outside: tuple[Any, Any] | None = None
@@ -95,6 +96,10 @@ class Tracer(torch.Tensor):
         """What a write of `new` under no_grad leaves in this place: another value, past which derivatives go as if it had not been."""
         return new
 
+    def contiguously(self) -> Any:
+        """The same value with contiguous strides, for a program that takes views of it."""
+        return self
+
     def tolist(self) -> Any:
         return [item.tolist() for item in self.unbind()] if self.dim() else self.item()
 
@@ -102,7 +107,7 @@ class Tracer(torch.Tensor):
         raise TransformError(
             f"the address of a traced tensor{diagnostics.where()}",
             cause="a traced tensor has no memory; a kernel that is called with the address would read somebody else's",
-            next_step="make the kernel an operator (torch.library.custom_op), and give it a rule: docs/adding-an-operator.md",
+            next_step="make the kernel an operator (torch.library.custom_op), and give it a rule: docs/guides/adding-an-operator.md",
         )
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:

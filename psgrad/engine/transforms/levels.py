@@ -74,6 +74,13 @@ class Level:
                 expected="derivatives by transforms, which nest: grad, vjp, jvp",
                 cause="PyTorch's autograd records nothing there",
             )
+        if isinstance(error, RuntimeError) and _ONE_OF_SEVERAL_VIEWS in str(error):
+            return TransformError(
+                f"the function writes in place into one of several views that one operator made{diagnostics.where(error)}",
+                expected="a view that was made by itself: x[0], x.select(..), x.narrow(..)",
+                cause="PyTorch's autograd, which follows the computation, takes no writes into results of unbind, split or chunk",
+                next_step="take the view by its index, or compute a new tensor; a mapped function that no autograd follows may write there",
+            )
         return None
 
     @contextmanager
@@ -163,6 +170,7 @@ class Body:
 
 _TORCHS_TRANSFORM_RUNS = torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
 _forward_mode: Any = sys.modules["torch.autograd.forward_ad"]
+_ONE_OF_SEVERAL_VIEWS = "output of a function that returns multiple views"
 _AUTOGRAD_FINDS_NOTHING = ("does not require grad and does not have a grad_fn", "can't retain_grad on Tensor")
 
 
@@ -235,4 +243,8 @@ def users_program() -> Iterator[None]:
             exits.enter_context(switched())
         if not isinstance(_get_current_dispatch_mode(), Interpreter):
             exits.enter_context(Interpreter())
-        yield
+        going_back, state.going_back = state.going_back, False
+        try:
+            yield
+        finally:
+            state.going_back = going_back

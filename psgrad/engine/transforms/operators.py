@@ -21,6 +21,7 @@ class OpFacts(NamedTuple):
     op: Op
     mutated: tuple[int, ...]  # positions of the arguments that it writes to
     mutated_kwargs: tuple[str, ...]  # the same for `out=`-like arguments
+    returns_target: bool  # what it has written to, and nothing else
     is_view: bool
     is_random: bool
     draws_position: int | None  # of the argument that says whether an operator draws at all
@@ -47,11 +48,12 @@ def _read(op: Op) -> OpFacts:
                 mutated_kwargs.append(argument.name)
             else:
                 mutated.append(position)
+    returns_target = bool(mutated) and all(r.alias_info is not None for r in schema.returns)
     is_view = not mutated and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
     draws = next((i for i, argument in enumerate(schema.arguments) if argument.name in ("dropout_p", "training")), None)
     # A composite operator (a recurrent layer) draws in its pieces, but for attention, which may choose a kernel that draws.
     random = torch.Tag.nondeterministic_seeded in op.tags and (draws is not None or not is_composite(op))
-    return OpFacts(op, tuple(mutated), tuple(mutated_kwargs), is_view, random, draws, READ_AS_CONTIGUOUS.get(op, ()))
+    return OpFacts(op, tuple(mutated), tuple(mutated_kwargs), returns_target, is_view, random, draws, READ_AS_CONTIGUOUS.get(op, ()))
 
 
 @functools.cache

@@ -91,7 +91,7 @@ def pull_back(
     with (
         recorded_outside() if attached or state.attached or any(c is not None and c.requires_grad for _, c in seeds) else below_autograd(),
         rules_only(),
-        _cotangents_of_shared_values(),
+        _going_back(),
     ):
         for place, cotangent in seeds:
             if place.node is not None:
@@ -149,10 +149,11 @@ def _count_uses(ends: Sequence[Node | None], wanted: set[Node]) -> dict[Node, in
 
 
 @contextmanager
-def _cotangents_of_shared_values() -> Any:
+def _going_back() -> Any:
     """While the pass back runs, which says at each step whether the cotangent is that of a value that all samples share."""
-    before = state.cotangent_is_shared
+    before = state.cotangent_is_shared, state.going_back
+    state.going_back = True
     try:
         yield
     finally:
-        state.cotangent_is_shared = before
+        state.cotangent_is_shared, state.going_back = before

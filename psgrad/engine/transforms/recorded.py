@@ -20,7 +20,6 @@ from psgrad.engine.transforms.rules.registry import decompose
 for _op in (
     aten.silu_backward.default,
     aten.mish_backward.default,
-    aten.logit_backward.default,
     aten.native_layer_norm_backward.default,
     aten.native_group_norm_backward.default,
 ):

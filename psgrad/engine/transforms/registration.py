@@ -36,7 +36,7 @@ def register_rule(
             `g`. None says that the derivative is zero. An argument that is left out has no rule: an error where its derivative is wanted.
         jvp: by argument, `lambda out, *args: lambda t: ...` from the argument's tangent to what it adds to the result's; where it is left
             out, forward mode transposes `vjp`.
-        batch: `rule(batch, op, *args, **kwargs)`, the operator for all samples at once (docs/adding-an-operator.md).
+        batch: `rule(batch, op, *args, **kwargs)`, the operator for all samples at once (docs/guides/adding-an-operator.md).
         constant: the result has zero derivative in all arguments.
         replace: whether rules that are there already give way.
 

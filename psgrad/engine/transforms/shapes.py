@@ -7,7 +7,7 @@ signature is known. Where the meta device refuses, the operator has the last wor
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ aten = torch.ops.aten
 _LENIENT: frozenset[Op] = frozenset(
     {
         aten.index_put.default,
+        aten.index_put_.default,
         aten.index_add.default,
         aten.index_select.default,
         aten.index_reduce.default,
@@ -48,6 +49,18 @@ _USUAL_RANKS: dict[Op, dict[int, Container[int]]] = {
     aten.conv_transpose2d.input: {2: (1,)},
     aten.conv_transpose3d.input: {2: (1,)},
 }
+
+# Operators whose kernels read and write beyond their arguments for some wrong shapes: `batch_norm`, which checks, is asked instead.
+_BATCH_NORM: dict[Op, Callable[..., tuple[Any, ...]]] = {
+    aten.native_batch_norm.default: lambda *args: args,
+    aten._native_batch_norm_legit.default: lambda *args: args,
+    aten._native_batch_norm_legit.no_stats: lambda x, weight, bias, *rest: (x, weight, bias, None, None, *rest),
+    aten._batch_norm_with_update.default: lambda x, weight, bias, mean, var, *rest: (x, weight, bias, mean, var, True, *rest),
+    aten._batch_norm_no_update.default: lambda x, weight, bias, mean, var, *rest: (x, weight, bias, mean, var, False, *rest),
+}
+
+# Operators that take places, of which a mask takes as many as it has values that are true.
+_MASKED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
 
 # Operators whose rules refuse by name what does not fit. A packed sequence's lengths are values, which zeros do not stand for.
 _RECURRENT = (aten.gru, aten.lstm, aten.rnn_tanh, aten.rnn_relu)
@@ -77,9 +90,10 @@ def refuse_shapes(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
         _never_asked[number] = op
         return
     with _disable_current_modes():
-        if op is aten.index_put.default and any(index is not None and index.dtype == torch.bool for index in args[1]):
-            args = (*args[:2], torch.zeros((), dtype=args[2].dtype, device=args[2].device), *args[3:])  # how many a mask takes is its own
-        _ask(op, args, kwargs)
+        if op in _MASKED and any(_is_mask(index) for index in args[1]):
+            _ask_masked(op, *args)
+        else:
+            _ask(op, args, kwargs)
     if len(_accepted) >= _MOST_SIGNATURES:
         _accepted.clear()
     _accepted.add(signature)
@@ -101,6 +115,8 @@ def _is_asked(op: Op) -> bool:
 
 
 def _ask(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if op in _BATCH_NORM:
+        op, args = aten.batch_norm.default, (*_BATCH_NORM[op](*args), False)
     try:
         op(*_with(args, "meta"), **_with(kwargs, "meta"))
     except NotImplementedError:  # no meta kernel
@@ -114,6 +130,41 @@ def _ask(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             return
     with torch.random.fork_rng(devices=[]):
         op(*_with(args, None), **_with(kwargs, None))
+
+
+def _is_mask(index: torch.Tensor | None) -> bool:
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
+
+
+def _ask_masked(op: Op, x: torch.Tensor, indices: list[torch.Tensor | None], *rest: Any) -> None:
+    """Ask whether masks fit `x`, and then whether there is a number of places that the masks may take for which the rest fits.
+
+    The numbers to try are those that the values of a write have along an axis, beside 0 and 1, as values are broadcast.
+    """
+    masks = [torch.zeros(i.shape, dtype=torch.bool, device=i.device) if i is not None and _is_mask(i) else None for i in indices]
+    of_axes = [mask for mask in masks if mask is None or mask.dim()]
+    if any(mask is not None for mask in of_axes):
+        aten.index.Tensor(_with(x, None), of_axes)
+    if len(of_axes) < len(masks):
+        return  # True or False for all of x, which takes no place of an axis
+    refusals: list[Exception] = []
+    for count in sorted({0, 1, *(rest[0].shape if rest else ())}, reverse=True):
+        try:
+            _ask(op, (x, list(_with_places(indices, masks, count)), *rest), {})
+        except Exception as error:
+            refusals.append(error)
+        else:
+            return
+    raise refusals[0]
+
+
+def _with_places(indices: Sequence[Any], masks: Sequence[torch.Tensor | None], count: int) -> Iterator[Any]:
+    """The indices, with an index of this many places for each axis of a mask."""
+    for index, mask in zip(indices, masks, strict=True):
+        if mask is None:
+            yield index
+        else:
+            yield from [torch.zeros(count, dtype=torch.int64, device=mask.device)] * mask.dim()
 
 
 def _is_usual(op: Op, args: tuple[Any, ...]) -> bool:

@@ -551,3 +551,11 @@ def test_a_part_of_a_weight_with_nothing_in_it_adds_nothing() -> None:
 
     found = per_sample_gradients(loss, weight, rows).materialise()["w"]
     torch.testing.assert_close(found, torch.einsum("nta,ntb->nab", 2 * rows @ weight["w"].t(), rows), rtol=1e-10, atol=1e-10)
+
+
+def test_gradient_of_one_number_spread_over_axes_times_number() -> None:
+    """A column's cotangents arrive summed over both axes; then they are multiplied by a tensor without axes."""
+    scale, x = torch.tensor(0.7, dtype=torch.float64), torch.tensor([1.0, 2.0], dtype=torch.float64)
+    loss = lambda params, x: torch.addcdiv(torch.ones(3, 1, dtype=torch.float64), x, params["scale"].square() + 1).sum()
+    expected = -3 * x * 2 * scale / (scale.square() + 1).square()
+    torch.testing.assert_close(per_sample_gradients(loss, {"scale": scale}, x).materialise()["scale"], expected)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from psgrad.engine.influence.calibration import is_affine
+from psgrad.engine.influence.calibration import distance_from_minimum, is_affine
 from psgrad.engine.influence.method import RELATIVE, UNCALIBRATED
 from psgrad.engine.influence.methods import known_methods
+from psgrad.engine.influence.methods.datainf import DataInf
 from psgrad.engine.influence.methods.ekfac import EKFAC
 from psgrad.engine.influence.methods.influence import Influence
+from psgrad.errors import InfluenceError
 from tests.engine.influence.problems import classified, cross_entropy, examples, linear, mlp, ridge, squared_error
 from tests.engine.influence.runs import fit, scores
 
@@ -113,6 +117,37 @@ def test_fewer_rows_than_parameters_keep_their_damping() -> None:
     assert not fitted.calibrated
 
 
+def test_distance_from_the_minimum_is_the_newton_decrement_of_the_whole_objective() -> None:
+    """Of least squares with a weight decay, at weights that are no minimum: both numbers by numpy, to the last digits."""
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(40, 5, dtype=torch.float64), torch.randn(40, 1, dtype=torch.float64)
+    model = nn.Linear(5, 1, bias=False, dtype=torch.float64)
+    training = examples(model, squared_error, inputs, targets)
+    solver = fit(Influence(weight_decay=0.3, damping=0.0), training).solver()
+    x, y, weights = inputs.numpy(), targets.numpy()[:, 0], model.weight.detach().numpy()[0]
+    inverse = np.linalg.inv(x.T @ x + 40 * 0.3 * np.eye(5))
+    each = (x @ weights - y)[:, None] * x
+    whole = each.sum(0) + 40 * 0.3 * weights
+    rows = sorted({place * 40 // 16 for place in range(16)})
+    one = np.mean([each[row] @ inverse @ each[row] for row in rows])
+    np.testing.assert_allclose(distance_from_minimum(solver, 0.3), (whole @ inverse @ whole, one), rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        (Influence(curvature="fisher"), "the empirical Fisher is no curvature"),
+        (Influence(solver="arnoldi"), "arnoldi inverts the curvature along its leading eigenvectors only"),
+        (Influence(relative_damping=0.1), "a damping is added to the curvature"),
+    ],
+)
+def test_calibrated_because_names_the_option_and_not_the_model_where_that_is_affine(method: Influence, expected: str) -> None:
+    inputs, targets = torch.randn(30, 6, dtype=torch.float64), torch.randn(30, 2, dtype=torch.float64)
+    fitted = fit(method, examples(linear(ridge(inputs, targets, 1.0)), squared_error, inputs, targets))
+    assert not fitted.calibrated
+    assert fitted.facts["calibrated_because"].startswith(expected)
+
+
 def test_networks_keep_the_damping_that_ranks_best() -> None:
     inputs, labels = classified(30)
     fitted = fit(Influence(weight_decay=1e-3), examples(mlp(), cross_entropy, inputs, labels))
@@ -121,9 +156,45 @@ def test_networks_keep_the_damping_that_ranks_best() -> None:
     assert fitted.facts["leverage"] is False
 
 
+@pytest.mark.parametrize("kind", [EKFAC, DataInf, Influence])
+def test_a_convex_objective_with_weight_decay_has_no_damping_beside_it(kind: Any) -> None:
+    inputs, labels = classified(30)
+    training = examples(OnFeatures().double(), cross_entropy, inputs, labels)
+
+    def dampings(**options: Any) -> set[float]:
+        found = fit(kind(**options), training).facts["damping"]
+        return set(found.values()) if isinstance(found, dict) else {found}
+
+    assert dampings(weight_decay=0.01) == {0.0}
+    assert dampings(weight_decay=0.01, relative_damping=0.1) == dampings(relative_damping=0.1) != {0.0}
+    assert dampings(weight_decay=0.01, damping=0.5) == {0.5}
+
+
+@pytest.mark.parametrize("kind", [EKFAC, DataInf])
+def test_networks_keep_a_tenth_of_the_mean_eigenvalue(kind: Any) -> None:
+    inputs, labels = classified(30)
+    training = examples(mlp(), cross_entropy, inputs, labels)
+    for options in ({}, {"weight_decay": 1e-3}):
+        facts = fit(kind(**options), training).facts
+        assert facts["damping"] == pytest.approx({name: 0.1 * mean for name, mean in facts["mean_eigenvalue"].items()})
+
+
+def test_an_affine_model_of_many_outputs_has_scores_by_default() -> None:
+    """Its corrections would take its outputs one by one, so that its scores are to first order, and no amounts."""
+    torch.manual_seed(0)
+    inputs, labels = torch.randn(20, 5, dtype=torch.float64), torch.randint(0, 200, (20,))
+    training = examples(nn.Linear(5, 200).double(), cross_entropy, inputs, labels)
+    fitted = fit(Influence(weight_decay=0.1), training)
+    assert (fitted.facts["solver"], fitted.facts["damping"], fitted.facts["leverage"]) == ("conjugate_gradient", 0, False)
+    assert not fitted.calibrated
+    assert scores(fitted, training).shape == (20, 20)
+    with pytest.raises(InfluenceError, match="the leverage correction takes the output's 200 numbers one by one"):
+        fit(Influence(weight_decay=0.1, leverage=True, solver="conjugate_gradient"), training)
+
+
 def test_units_of_methods_say_what_is_no_amount() -> None:
     """Only scores that a fit vouches for go without a word that says otherwise."""
-    relative = {"trak", "projected_influence", "datainf"}
+    relative = {"ekfac", "trak", "projected_influence", "datainf"}
     for name, kind in known_methods().items():
         method = kind()
         if name in relative:
@@ -132,6 +203,6 @@ def test_units_of_methods_say_what_is_no_amount() -> None:
             assert method.unit == UNCALIBRATED
         else:
             assert "removed" not in method.unit
-    for method in (EKFAC(fisher="empirical"), Influence(curvature="fisher")):
+    for method in (EKFAC(fisher="empirical"), EKFAC(fisher="exact"), Influence(curvature="fisher")):
         assert (method.unit, method.predicts_removal) == (RELATIVE, False)
     assert "(uncalibrated)" in Influence(solver="arnoldi").unit

@@ -187,14 +187,14 @@ def test_options_that_do_not_go_together_are_refused_in_words() -> None:
         with pytest.raises(ConfigError, match=words):
             Influence(**options)  # type: ignore[arg-type]
     with pytest.raises(InfluenceError, match="the leverage correction needs every training example's own part of the inverse"):
-        fit(Influence(solver="conjugate_gradient", leverage=True), training())
+        fit(Influence(solver="lissa", leverage=True), training())
 
 
 def test_the_solver_follows_from_the_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     module = "psgrad.engine.influence.methods.influence"
 
-    def choice(method: Influence, queries: int = 5, correct: bool = False) -> tuple[str, str]:
-        return method._choice(training(), queries, correct)
+    def choice(method: Influence, queries: int = 5, convex: bool = False) -> tuple[str, str]:
+        return method._choice(training(), queries, convex, method._damping(convex))
 
     assert choice(Influence())[0] == "exact"
     monkeypatch.setattr(f"{module}.LARGEST_MATRIX", 52)
@@ -202,6 +202,11 @@ def test_the_solver_follows_from_the_sizes(monkeypatch: pytest.MonkeyPatch) -> N
     assert solver == "exact"
     assert "in predicted operations: exact 3e+05" in why
     assert choice(Influence("hessian"))[0] == "conjugate_gradient"
+    # Without a damping conjugate gradients take more products, whether the options say zero or a convex problem's default does.
+    undamped = choice(Influence(damping=0.0, weight_decay=0.1))[1]
+    assert choice(Influence(relative_damping=0.0, weight_decay=0.1))[1] == undamped != choice(Influence(weight_decay=0.1))[1]
+    by_products = Influence("hessian", weight_decay=0.1)
+    assert choice(by_products, convex=True) == choice(Influence("hessian", damping=0.0, weight_decay=0.1)) != choice(by_products)
     monkeypatch.setattr("psgrad.engine.influence.solvers.work.LARGEST", 52)
     assert choice(Influence())[0] == "conjugate_gradient"
     assert choice(Influence("fisher"))[0] == "dual"

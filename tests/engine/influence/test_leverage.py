@@ -13,8 +13,10 @@ from torch.nn import functional as F
 from psgrad.engine.influence.methods.influence import Influence
 from psgrad.errors import InfluenceError
 from tests.engine.influence.problems import (
+    SoftmaxRegression,
     classified,
     cross_entropy,
+    digits,
     examples,
     gauss_newton,
     gradient_rows,
@@ -121,6 +123,19 @@ def test_an_example_that_alone_holds_a_parameter_in_place_is_named(solver: Any) 
     assert all(np.isnan(part[5]).all() for part in parts.values())
 
 
+def test_leverage_of_one_is_named_where_the_default_takes_the_damping_off() -> None:
+    inputs = torch.randn(12, 3, generator=torch.Generator().manual_seed(0)).double()
+    inputs[:, 2] = 0.0
+    inputs[5, 2] = 1.0  # nobody else has anything to say on the third weight
+    targets = torch.randn(12, 1, generator=torch.Generator().manual_seed(1)).double()
+    training = examples(linear(ridge(inputs, targets, 0.0)), squared_error, inputs, targets)
+    said: list[str] = []
+    fitted = fit(Influence(), training, said)
+    assert fitted.facts["damping"] == 0
+    assert np.isnan(scores(fitted, training)[5]).all()
+    assert any(line.startswith("without row 5 the training problem has no solution") for line in said)
+
+
 @pytest.mark.parametrize("solver", ["exact", "dual"])
 @pytest.mark.parametrize("leverage", [False, True])
 def test_by_the_output_scores_are_losses_at_the_output_that_a_step_leads_to(solver: Any, leverage: bool) -> None:
@@ -158,3 +173,39 @@ def test_by_the_output_an_output_may_be_one_bare_number() -> None:
         found.append(scores(fitted, examples(model, logistic, -inputs[:4], labels[:4])))
     np.testing.assert_allclose(found[1], found[0], rtol=0, atol=1e-13)
     assert np.abs(found[0]).min() > 0
+
+
+def test_estimated_leverage_is_near_the_exact_one() -> None:
+    """By conjugate gradients: solved for where it is largest, and of the others by random vectors, within their error."""
+    inputs, labels, *_ = digits()
+    training = examples(linear(SoftmaxRegression.of(inputs[:400], labels[:400], 0.02).solve()), cross_entropy, inputs[:400], labels[:400])
+    exact, estimated = (fit(Influence(solver=solver, weight_decay=0.02), training) for solver in ("exact", "conjugate_gradient"))
+    wanted, found = (fitted.fitted.leverage.largest.numpy() for fitted in (exact, estimated))
+    largest = np.argsort(-wanted)
+    np.testing.assert_allclose(found[largest[:10]], wanted[largest[:10]], rtol=0.02)
+    others = largest[25:]
+    assert np.median(np.abs(found[others] / wanted[others] - 1)) < 0.1
+    assert np.abs(found[others] / wanted[others] - 1).max() < 0.6
+    assert estimated.facts["leverage_by"] == "256 random vectors, and a solve for each of the 25 examples of the largest leverage"
+    again = fit(Influence(solver="conjugate_gradient", weight_decay=0.02), training)
+    np.testing.assert_array_equal(again.fitted.leverage.largest.numpy(), found)
+
+
+def test_leverage_is_left_out_where_its_vectors_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psgrad.engine.influence.fits.leverage_estimate.free_memory", lambda device: 1 << 12)
+    inputs, labels = classified(30)
+    training = examples(nn.Linear(6, 3).double(), cross_entropy, inputs, labels)
+    fitted = fit(Influence(solver="conjugate_gradient", weight_decay=0.1), training)
+    assert fitted.facts["leverage"] is False
+    assert not fitted.calibrated
+
+
+def test_self_influence_by_solves_is_told_as_such() -> None:
+    """The corrected fit takes a solve an example as the plain one does."""
+    inputs, labels = classified(30)
+    training = examples(linear(SoftmaxRegression.of(inputs, labels, 0.1).solve()), cross_entropy, inputs, labels)
+    exact, solved = (fit(Influence(solver=solver, weight_decay=0.1), training) for solver in ("exact", "conjugate_gradient"))
+    assert exact.has_self_influence
+    assert not solved.has_self_influence
+    for wanted, found in zip(self_influence(exact), self_influence(solved), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from scipy.stats import linregress
 from psgrad.engine.examples import Examples
 from psgrad.engine.influence.method import Checkpoint
 from psgrad.engine.influence.methods.influence import Influence
-from tests.engine.influence.problems import SoftmaxRegression, cross_entropy, digits, examples, linear
+from tests.engine.influence.problems import SoftmaxRegression, classified, cross_entropy, digits, examples, linear
 from tests.engine.influence.runs import fit, scores
 
 WEIGHT_DECAY = 0.01
@@ -72,18 +73,91 @@ def test_with_leverage_the_slope_is_one(truth: Truth) -> None:
 
 def slope(method: Influence, truth: Truth, training: Examples | None = None) -> float:
     """Of retrained on predicted rises."""
-    found = scores(fit(method, training or truth.training), truth.queries)[truth.removed]
+    return slope_of(fit(method, training or truth.training), truth)
+
+
+def slope_of(fitted: Any, truth: Truth) -> float:
+    found = scores(fitted, truth.queries)[truth.removed]
     return float(linregress(found.ravel(), truth.rises.ravel()).slope)
 
 
-def test_default_options_with_weight_decay_have_slope_one(truth: Truth) -> None:
-    method = Influence(weight_decay=WEIGHT_DECAY)
+@pytest.mark.parametrize("options", [{}, {"curvature": "hessian"}, {"solver": "conjugate_gradient"}], ids=str)
+def test_default_options_with_weight_decay_have_slope_one(truth: Truth, options: dict[str, Any]) -> None:
+    method = Influence(weight_decay=WEIGHT_DECAY, **options)
     fitted = fit(method, truth.training)
     assert fitted.calibrated
     assert fitted.facts["damping"] == 0
     assert fitted.facts["leverage"] is True
     assert fitted.facts["change"] == "output"
-    assert abs(slope(method, truth) - 1) < 0.01
+    assert abs(slope_of(fitted, truth) - 1) < 0.01
+
+
+def test_without_leverage_scores_are_not_calibrated(truth: Truth) -> None:
+    method = Influence(weight_decay=WEIGHT_DECAY, leverage=False)
+    fitted = fit(method, truth.training)
+    assert not fitted.calibrated
+    assert "leverage" in fitted.facts["calibrated_because"]
+    assert slope_of(fitted, truth) > 1.04
+
+
+@dataclass
+class Few:
+    """A problem of few rows, all of which are removed one by one."""
+
+    problem: SoftmaxRegression
+    weights: np.ndarray
+    queries: tuple[torch.Tensor, torch.Tensor]
+    truth: Truth
+
+    @classmethod
+    def of(cls, rows: tuple[torch.Tensor, torch.Tensor], queries: tuple[torch.Tensor, torch.Tensor], weight_decay: float) -> Few:
+        problem = SoftmaxRegression.of(*rows, weight_decay)
+        weights = problem.solve()
+        training, asked = (examples(linear(weights), cross_entropy, *some) for some in (rows, queries))
+        removed = np.arange(len(rows[0]))
+        found = cls(problem, weights, queries, Truth(training, asked, removed, np.zeros(0), np.zeros(0)))
+        found.truth.rises = found.rises([problem.without(row).solve(weights) for row in removed])
+        return found
+
+    def rises(self, moved: list[np.ndarray]) -> np.ndarray:
+        """[removals, queries]: of the queries' losses, with the weights of each removal."""
+        return np.stack([self.problem.losses(each, *self.queries) for each in moved]) - self.problem.losses(self.weights, *self.queries)
+
+
+@pytest.mark.parametrize("solver", ["exact", "dual", "conjugate_gradient"])
+def test_default_options_of_each_solver_have_slope_one(few: Truth, solver: Any) -> None:
+    method = Influence(weight_decay=0.05, solver=solver)
+    fitted = fit(method, few.training)
+    assert fitted.calibrated
+    assert fitted.facts["leverage"] is True
+    assert 0.98 < slope_of(fitted, few) < 1.02
+
+
+@pytest.fixture(scope="module")
+def few() -> Truth:
+    inputs, labels, test_inputs, test_labels = digits()
+    return Few.of((inputs[:150], labels[:150]), (test_inputs[:100], test_labels[:100]), 0.05).truth
+
+
+def test_fewer_rows_than_one_newton_step_serves_are_not_calibrated() -> None:
+    """24 rows of high leverage: scores are one exact Newton step without the row, and a second step is what they miss."""
+    few = Few.of(classified(24, seed=0), classified(40, seed=100), 0.1)
+    heard: list[str] = []
+    fitted = fit(Influence(weight_decay=0.1), few.truth.training, heard)
+    found = scores(fitted, few.truth.queries)
+    assert fitted.facts["largest_leverage"] > 0.5
+    assert linregress(found.ravel(), few.truth.rises.ravel()).slope > 1.04
+    assert not fitted.calibrated
+    assert "the one Newton step of a score would be followed by a second one 0.066 times as long" in heard[0]
+    moved = [few.weights] * 24
+    for slopes in ((1.04, 1.06), (0.995, 1.005)):
+        for row in range(24):
+            rest, here = few.problem.without(row), moved[row]
+            moved[row] = here - np.linalg.solve(rest.hessian(here), rest.gradient(here).reshape(-1)).reshape(here.shape)
+        predicted = few.rises(moved)
+        assert slopes[0] < linregress(predicted.ravel(), few.truth.rises.ravel()).slope < slopes[1]
+        if slopes[0] > 1:
+            np.testing.assert_allclose(found, predicted, rtol=1e-6, atol=1e-9)
 
 
 def test_default_options_by_layer_have_slope_one(truth: Truth) -> None:

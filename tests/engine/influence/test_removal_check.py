@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from psgrad.engine.flat import Vectors
 from psgrad.engine.influence.method import Preconditioned
 from psgrad.engine.influence.methods.ekfac import EKFAC
 from psgrad.engine.influence.methods.influence import Influence
@@ -17,6 +18,7 @@ from tests.engine.influence.problems import (
     examples,
     linear,
     mlp,
+    squared_error,
     trained_digits_mlp,
 )
 from tests.engine.influence.runs import fit, scores
@@ -85,3 +87,51 @@ def test_steps_that_fit_in_the_time_are_taken() -> None:
     training = examples(mlp(), cross_entropy, inputs, labels)
     found: Continued = continued(inverse(Influence(), training), [5], 0.0, seconds=0.0)
     assert (found.steps, found.converged) == (1, False)
+
+
+class Overflowing(Preconditioned):
+    """An "inverse" whose steps leave the numbers of float32."""
+
+    def precondition(self, vectors: Vectors) -> Vectors:
+        return {name: value * 1e60 for name, value in vectors.items()}
+
+
+def test_steps_without_a_finite_objective_are_not_taken_and_are_no_minimum() -> None:
+    inputs, labels = classified(50)
+    training = examples(mlp(), cross_entropy, inputs, labels)
+    found = continued(Overflowing(training), [5], 0.0)
+    assert (found.steps, found.converged) == (0, False)
+    assert all(torch.equal(found.params[name][0].to(value), value) for name, value in training.params.items())
+
+
+def test_gradients_that_are_not_finite_are_no_minimum() -> None:
+    inputs, labels = classified(50)
+    model = mlp()
+    with torch.no_grad():
+        next(model.parameters())[0, 0] = torch.nan
+    training = examples(model, cross_entropy, inputs, labels)
+    assert not continued(Overflowing(training), [5], 0.0).converged
+
+
+class OnceTooLong(Preconditioned):
+    """The inverse curvature of least squares with these inputs, whose first step is 200 times too long."""
+
+    calls = 0
+
+    def precondition(self, vectors: Vectors) -> Vectors:
+        inputs = self.training.stream.load(0, self.training.count)[0]
+        inverse = torch.linalg.inv(inputs[0].T @ inputs[0])
+        self.calls += 1
+        return {name: (200 if self.calls == 1 else 1) * value.double() @ inverse for name, value in vectors.items()}
+
+
+def test_steps_grow_again_after_one_was_halved() -> None:
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(40, 6, dtype=torch.float64), torch.randn(40, 2, dtype=torch.float64)
+    model = torch.nn.Linear(6, 2, bias=False, dtype=torch.float64)
+    training = examples(model, squared_error, inputs, targets)
+    found = continued(OnceTooLong(training), [5], 0.0, steps=30)
+    assert found.converged
+    assert 0.2 < found.length < 0.8
+    truth = torch.linalg.lstsq(inputs, targets).solution.T
+    np.testing.assert_allclose(found.params["weight"][0].numpy(), truth.numpy(), atol=1e-6)

@@ -75,7 +75,7 @@ def test_a_line_that_contradicts_itself_is_refused() -> None:
 
 
 def library_epsilons(lines: list[dict[str, Any]], delta: float) -> tuple[float | None, float | None]:
-    """RDP and PLD epsilon of ledger lines with dp-accounting alone: what docs/dp.md tells an auditor to run."""
+    """RDP and PLD epsilon of ledger lines with dp-accounting alone: what docs/guides/private-training.md tells an auditor to run."""
     import dp_accounting as dpa
     from dp_accounting import pld, rdp
 

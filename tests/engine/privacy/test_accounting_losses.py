@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy import integrate, special
 
-from psgrad.engine.privacy.accounting import StepEvent, coarse_epsilon_pld, composed, epsilon_pld, epsilon_rdp
+from psgrad.engine.privacy.accounting import StepEvent, coarse_epsilon_pld, composed, epsilon_pld, epsilon_rdp, pld_curve
 from psgrad.engine.privacy.accounting.composed import gathered, interval_for
 from psgrad.engine.privacy.accounting.events import rounded_down
 from psgrad.engine.privacy.accounting.library import pld_epsilon
@@ -286,3 +286,13 @@ def test_the_closed_form_of_these_tests_is_right() -> None:
     for epsilon, distance in ((0.5, 1.0), (3.0, 0.7), (8.0, 2.5)):
         true = special.ndtr(distance / 2 - epsilon / distance) - math.exp(epsilon) * special.ndtr(-distance / 2 - epsilon / distance)
         assert gaussian_delta(epsilon, distance) == pytest.approx(true, rel=1e-9)
+
+
+def test_curve_at_a_few_places_is_near_enough_to_be_drawn_between_them() -> None:
+    """Even in the square root of the steps, as the figure has it; the first steps of a low sampling rate are the hardest."""
+    steps = poisson(1.0, 0.01)
+    places, spent = (np.array(values) for values in zip(*pld_curve([(steps, 2000)], 1e-5), strict=True))
+    assert (places[0], places[-1]) == (1, 2000)
+    for asked in (2, 6, 20, 70, 900):
+        exact = value_of([(steps, asked)], coarse=True)
+        assert -0.02 < np.interp(asked**0.5, places**0.5, spent) / exact - 1 < 0.01

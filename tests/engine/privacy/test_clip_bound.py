@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from psgrad.engine.gradients import SquareNorms, per_sample_weighted_sum
 from psgrad.engine.objective import Objective
 from psgrad.engine.privacy import clipped
 from psgrad.engine.privacy.clipping import Clipping
@@ -127,6 +128,26 @@ def test_clip_bound_a_second_pass_of_other_numbers(monkeypatch: pytest.MonkeyPat
         sums = batch_source(loss, params, torch.randn(1, positions, 5), torch.randn(1, positions, 7), memory=0)(clipping).sums
         assert len(calls) == 2
         assert distance(sums) <= 0.5
+
+
+@pytest.mark.parametrize("positions", [1, 4])
+def test_clip_bound_factors_that_are_written_into_after_their_norms(positions: int) -> None:
+    """The norm that counts is that of the numbers that are summed, whoever changes them meanwhile."""
+    x, k = torch.randn(3, positions, 50), torch.randn(3, positions, 70)
+
+    def loss(params: dict[str, Tensor], x: Tensor, k: Tensor) -> Tensor:
+        return ((x @ params["w"].t() + params["b"]) * k).sum()
+
+    def weights(norms: SquareNorms) -> Tensor:
+        factors = 0.5 / norms.square_norms().sqrt()
+        x.mul_(3)
+        k.mul_(3)
+        return factors
+
+    params = {"w": torch.randn(70, 50), "b": torch.randn(70)}
+    summed = per_sample_weighted_sum(loss, params, x, k, weights=weights, bounded=True)
+    for name, value in summed.sums.items():
+        assert value.norm() <= (summed.weights * summed.norms.by_parameter[name].sqrt()).sum()
 
 
 def test_clip_bound_tied_terms_that_cancel_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:

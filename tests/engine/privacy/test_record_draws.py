@@ -106,10 +106,11 @@ def memory_for(rows: int) -> Iterator[None]:
 
 
 def seeded_anew() -> None:
-    """The global generators are somewhere else."""
+    """The global generators are somewhere else, and have drawn since they were seeded, as those of a process that made a model have."""
     torch.seed()
     np.random.seed()
     random.seed()
+    torch.rand(3)
 
 
 # What a record adds ---------------------------------------------------------------------------------------------------------------
@@ -311,6 +312,69 @@ def test_record_draws_leave_global_generators_as_they_were(name: str) -> None:
     run.sum([0, 1, 2], chunk_size=2)
     assert torch.equal(before[0], torch.get_rng_state())
     assert before[1:] == (np.random.get_state()[1].tolist(), random.getstate())
+
+
+DRAWN: dict[str, Callable[[Tensor], Tensor]] = {
+    "dropout": lambda x: F.dropout(x, 0.3),
+    "rand": lambda x: x + torch.rand(3, dtype=x.dtype),
+    "randn_like": lambda x: x + torch.randn_like(x),
+    "bernoulli": lambda x: x * torch.bernoulli(torch.full_like(x, 0.5)),
+    "normal_ in place": lambda x: x + torch.empty(3, dtype=x.dtype).normal_(),
+    "rrelu": lambda x: F.rrelu(x, training=True),
+    "attention": lambda x: F.scaled_dot_product_attention(*[x.reshape(1, 3, 1)] * 3, dropout_p=0.3).flatten(),
+    "permutation": lambda x: x[torch.randperm(3)],
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize("randomness", ["different", "same"])
+@pytest.mark.parametrize("kind", ["batch", "stream"])
+def test_record_draws_are_asked_for_where_a_loss_draws_without_them(name: str, randomness: str, kind: str) -> None:
+    """Else the sum has no bound, and nothing says so."""
+    params, rows = {"w": torch.ones(3, dtype=torch.float64)}, torch.randn(4, 3, dtype=torch.float64)
+
+    def loss(params: dict[str, Tensor], inputs: tuple[Tensor, ...], target: None = None) -> Any:
+        return (params["w"] * DRAWN[name](inputs[0])).sum().sin(), {}
+
+    clipping = Clipping.flat(params, BOUND)
+    if kind == "batch":
+        summed = batch_source(loss, params, (rows,), has_aux=True, randomness=randomness)
+    else:
+        stream = Stream(loss, params, lambda start, stop: RecordBatch((rows[start:stop],), None), randomness=randomness, chunk_size=2)
+        summed = source.stream_source(stream, 4)
+    before = torch.get_rng_state()
+    with pytest.raises(ModelError, match="random numbers") as refused:
+        summed(clipping)
+    error = refused.value
+    assert "the records have no draws of their own" in error.arrived
+    assert error.expected is not None
+    assert error.cause is not None
+    assert "draws=RecordDraws(generator).at(step)" in str(error.next_step)
+    torch.set_rng_state(before)
+
+
+def test_record_draws_are_not_asked_for_where_nothing_draws() -> None:
+    """Whatever the randomness says: attention without dropout, a model in evaluation mode."""
+    params, rows = {"w": torch.ones(3, dtype=torch.float64)}, torch.randn(4, 3, dtype=torch.float64)
+    quiet = nn.Sequential(nn.Dropout(0.5), nn.RReLU()).eval()
+
+    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        return (params["w"] * quiet(F.scaled_dot_product_attention(*[x.reshape(1, 3, 1)] * 3).flatten())).sum()
+
+    sums = [batch_source(loss, params, rows, randomness=how)(Clipping.flat(params, BOUND)).sums["w"] for how in ("error", "different")]
+    assert torch.equal(*sums)
+
+
+def test_record_draws_are_asked_for_where_reading_draws() -> None:
+    """An augmentation without them: what a record becomes depends on its place."""
+    params, rows = {"w": torch.ones(3, dtype=torch.float64)}, torch.randn(4, 3, dtype=torch.float64)
+
+    def read(start: int, stop: int) -> RecordBatch:
+        return RecordBatch((rows[start:stop] + torch.rand(3, dtype=torch.float64),), None)
+
+    stream = Stream(lambda params, inputs, target: ((params["w"] * inputs[0]).sum(), {}), params, read)
+    with pytest.raises(ModelError, match="while a batch was read and summed"):
+        source.stream_source(stream, 4)(Clipping.flat(params, BOUND))
 
 
 @torch.library.custom_op("psgrad_tests::shaken", mutates_args=())

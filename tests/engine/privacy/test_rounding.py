@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor, nn
 
-from psgrad.engine.privacy import rounding
+from psgrad.engine.privacy import generators, rounding
 from psgrad.engine.privacy.adaptive import AdaptiveBound
 from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.generators import Generator, make_generator
 from psgrad.engine.privacy.noise import Noise
-from psgrad.engine.privacy.rounding import grid_of, noisy, residual_epsilon, whole_steps
+from psgrad.engine.privacy.rounding import grid_of, noisy, residual_epsilon, to_nearest
 from psgrad.engine.privacy.sampling import Sampling
 from psgrad.engine.privacy.source import GradientSource, batch_source
 from psgrad.engine.privacy.step import PrivateTraining, private_sum
@@ -167,16 +167,37 @@ def test_noisy_probability_of_each_step_is_the_gaussians() -> None:
         assert stats.chisquare(counts, n * probabilities).pvalue > ALPHA
 
 
-def test_whole_steps_large_sum_leaves_the_noise_its_precision() -> None:
+def test_to_nearest_large_sum_leaves_the_noise_its_precision() -> None:
     """A sum of 2^40 steps is set aside before the noise is rounded."""
-    for off, expected in ((-(2.0**-50), 2.0**40), (2.0**-50, 2.0**40 + 1)):
-        steps, drawn = (torch.tensor([value], dtype=torch.float64) for value in (2.0**40 + 0.25, 0.25 + off))
-        assert whole_steps(steps, drawn).item() == expected
+    for grid in (1.0, 2.0**-900, 2.0**880):
+        for off, expected in ((-(2.0**-50), 2.0**40), (2.0**-50, 2.0**40 + 1)):
+            value, drawn = (np.array([number]) * grid for number in (2.0**40 + 0.25, 0.25 + off))
+            to_nearest(value, drawn, grid)
+            assert drawn.item() == expected * grid
+
+
+@given(
+    st.lists(st.tuples(st.floats(-(2.0**18), 2.0**18), st.floats(-1e5, 1e5)), min_size=1, max_size=20),
+    st.sampled_from([2.0**-880, 2.0**-13, 1.0, 2.0**880]),
+)
+def test_to_nearest_small_sums_and_large_ones_are_rounded_alike(numbers: list[tuple[float, float]], grid: float) -> None:
+    """A sum below 2^18 steps is not taken apart, one above it is: the same step comes out, but where two are as near. On any device."""
+    values, drawn = np.array(numbers).T * grid
+    small, large = drawn.copy(), np.append(drawn, 0.0)
+    to_nearest(values, small, grid)
+    to_nearest(np.append(values, 2.0**40 * grid), large, grid)
+    whole = (values / grid + drawn / grid) % 1
+    assert (small == large[:-1])[abs(whole - 0.5) > 2.0**-33].all()
+    assert (abs(small - large[:-1]) <= grid).all()
+    for found, others in ((small, values), (large, np.append(values, 2.0**40 * grid))):
+        tensor = torch.from_numpy(np.append(drawn, 0.0)[: len(found)])
+        to_nearest(torch.from_numpy(others), tensor, grid)
+        assert (tensor.numpy() == found).all()
 
 
 def test_noisy_pieces_of_a_large_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounding, "_PIECE", 14)
-    monkeypatch.setattr(rounding, "_BLOCK", 5)
+    monkeypatch.setattr(generators, "_DRAWN", 14)
+    monkeypatch.setattr(generators, "_HANDED", 5)
     values = torch.arange(60, dtype=torch.float64).reshape(3, 20).t()
     drawn = np.random.default_rng(0).normal(size=60).tolist()
     released = noisy(values, 0.01, Draws(drawn))

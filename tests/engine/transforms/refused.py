@@ -39,7 +39,7 @@ SHAPE_IN_PLACE = "addbmm "
 
 # Everything else.
 OTHERWISE = {
-    "as_strided_copy": Refusal("as_strided with size", "reads memory, and that of one sample has another layout", MAPPED - {"vjp of vmap"}),
+    "as_strided_copy": Refusal("as_strided with size", "reads memory; that of one sample has another layout", MAPPED - {"vjp of vmap"}),
     "nn.functional.dropout3d": Refusal("squeeze_", "changes a shape in place", ALL - {"vjp of vmap"}),
     "nn.functional.scaled_dot_product_attention": Refusal("can't draw the same", "with dropout", frozenset({"vjp of vmap"})),
     "sparse.sampled_addmm": Refusal("layout torch.sparse_csr", "a traced value is dense"),
@@ -65,7 +65,7 @@ REFUSED = {
 
 # What can't be judged, and why.
 UNJUDGED = {
-    "as_strided.partial_views": "speaks of memory around its argument, which a traced value has none of",
+    "as_strided.partial_views": "reads memory around its argument; a traced value has no such memory",
     **{
         f"jiterator_{kind}": "compiles kernels for a GPU"
         for kind in ("unary", "binary", "4inputs_with_extra_args", "binary_return_by_ref", "2inputs_2outputs")
@@ -77,16 +77,16 @@ UNJUDGED_MAPPED = dict.fromkeys(("sparse.sampled_addmm", "sparse.mm.reduce"), "s
 
 # The same for whatever is pulled back.
 UNJUDGED_PULLED = {
-    "as_strided_scatter": "PyTorch's own VJP gives what was written over and not what was left; ours is the transpose of its JVP",
+    "as_strided_scatter": "PyTorch's VJP returns the overwritten values, not the kept ones; ours is the transpose of its JVP",
 }
 
 # The same for the second derivative.
 UNJUDGED_TWICE = {
     "native_layer_norm": "PyTorch has no second derivative of it without bias",
     "nn.functional.ctc_loss": "PyTorch has no second derivative of it",
-    "nn.functional.linear_cross_entropy.chunked": "PyTorch's leaves out what the inputs contribute; ours is that of the plain loss",
+    "nn.functional.linear_cross_entropy.chunked": "PyTorch's omits the part of the inputs; ours is that of the plain loss",
     "nn.functional.linear_cross_entropy.chunked_none": "PyTorch has no second derivative of it",
     "sparse.sampled_addmm": "PyTorch has no second derivative of it",
-    "linalg.norm.subgradients_at_zero": "PyTorch says nan at a point where there is none; ours is zero",
-    "masked.logaddexp": "PyTorch says nan at masked places; ours is zero",
+    "linalg.norm.subgradients_at_zero": "PyTorch returns NaN where no derivative exists; ours is zero",
+    "masked.logaddexp": "PyTorch returns NaN at masked places; ours is zero",
 }

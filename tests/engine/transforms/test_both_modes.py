@@ -1,4 +1,4 @@
-"""Forward mode is the transpose of reverse mode: <v, J u> = <J^T v, u>, but for the conventions that docs/transforms.md lists."""
+"""Forward mode is the transpose of reverse mode: <v, J u> = <J^T v, u>, except the conventions in docs/explanation/transforms.md."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def differing(names: Sequence[str]) -> dict[str, str]:
 ROUNDED = "bfloat16 half chalf"
 
 PLACES = torch.tensor([0, 2, 2, 0])
-# The conventions of docs/transforms.md: a function and the shape of its argument.
+# The conventions of docs/explanation/transforms.md: a function and the shape of its argument.
 CONVENTIONS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
     "`embedding` with `padding_idx`": (lambda table: F.embedding(PLACES, table, padding_idx=0), (3, 2)),
     "`max_unpool1d`, `max_unpool2d`, `max_unpool3d`": (
@@ -64,7 +64,7 @@ CONVENTIONS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
     ),
 }
 ENTRIES = "nn.functional.max_unpool1d nn.functional.max_unpool2d nn.functional.max_unpool3d"  # of the database, among the conventions
-PAGE = Path(__file__).parents[3] / "docs" / "transforms.md"
+PAGE = Path(__file__).parents[3] / "docs" / "explanation" / "transforms.md"
 
 
 def modes(tf: Any, function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:

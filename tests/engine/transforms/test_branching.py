@@ -145,6 +145,26 @@ def test_per_sample_gradients_of_a_model_that_branches(randomness: str) -> None:
         torch.testing.assert_close(total, sum(w * row[list(params).index(name)] for w, row in zip(weights, expected, strict=True)))
 
 
+@pytest.mark.parametrize("use", ["behind a function", "times a constant"])
+def test_per_sample_gradients_infinite_on_one_side_of_a_branch(use: str) -> None:
+    """What samples of one outcome share may be infinite; the others have nothing to do with it."""
+    weight = torch.tensor([[0.0, 2.0, 0.5, 1.5], [1.0, 0.3, 0.7, 0.0]], dtype=torch.float64)
+    constant = torch.where(weight == 0, torch.inf, weight)
+
+    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        w = params["w"]
+        if x.sum() > 0:
+            return (w.sqrt() @ x).sum() if use == "behind a function" else x.square().sum() * (w * constant).sum()
+        return (w @ x).sin().sum()
+
+    loop = [torch.autograd.grad(loss({"w": leaf}, x), leaf)[0] for x in BATCH for leaf in [weight.clone().requires_grad_()]]
+    finite = [bool(g.isfinite().all()) for g in loop]
+    assert 0 < sum(finite) < len(finite)
+    found = per_sample_gradients(loss, {"w": weight}, BATCH)
+    torch.testing.assert_close(found.materialise()["w"], torch.stack(loop))
+    assert found.square_norms().isfinite().tolist() == finite
+
+
 def test_one_draw_for_all_outcomes() -> None:
     def noisy(x: Tensor) -> Tensor:
         noise = torch.randn(4, dtype=x.dtype)

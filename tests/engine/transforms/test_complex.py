@@ -14,7 +14,7 @@ from psgrad.engine.transforms.rules import registry
 from tests.engine.transforms.operators import entries
 from tests.engine.transforms.refused import AGREEING, REFUSED, UNJUDGED
 from tests.engine.transforms.sweep import TWICE, Verdict, judge
-from tests.engine.transforms.sweep_table import judged_rows
+from tools.operators_page import judged_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of deprecated operators, which are in the database too
 DTYPE = torch.complex128

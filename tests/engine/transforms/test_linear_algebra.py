@@ -124,6 +124,26 @@ def test_a_determinant_has_a_second_derivative_where_it_is_zero() -> None:
     torch.testing.assert_close(second, expected, rtol=1e-8, atol=1e-8)
 
 
+def test_determinant_derivatives_rows_and_columns_in_unlike_units() -> None:
+    """Scales that differ by 1e18 make no matrix singular; nor are the other samples' derivatives any the worse for it."""
+    rows, columns = (2.0 ** torch.tensor(e, dtype=torch.float64) for e in ([-30, 30, 0], [10, 0, 30]))
+    units = torch.stack([rows[:, None] * columns, torch.ones(3, 3, dtype=torch.float64)])
+    matrices = of_rank(3) * units
+    found = vmap(grad(torch.linalg.det))(matrices)
+    torch.testing.assert_close(found, torch.stack([cofactors(a) for a in matrices]), rtol=1e-12, atol=0)
+    second = vmap(hessian(torch.linalg.det))(matrices)
+    in_its_units = second * units[:, :, :, None, None] * units[:, None, None] / torch.tensor([2.0**40, 1.0])[:, None, None, None, None]
+    expected = torch.autograd.functional.jacobian(cofactors, of_rank(3)).expand(2, 3, 3, 3, 3)
+    torch.testing.assert_close(in_its_units, expected, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, 3.0])
+def test_determinant_derivatives_matrix_of_one_number(value: float) -> None:
+    a = torch.full((2, 1, 1), value, dtype=torch.float64)
+    assert torch.equal(vmap(grad(torch.linalg.det))(a), torch.ones_like(a))
+    assert torch.equal(vmap(hessian(torch.linalg.det))(a), torch.zeros(2, 1, 1, 1, 1, dtype=torch.float64))
+
+
 def test_the_logarithm_of_a_determinant() -> None:
     a = positive(draws(4, 3, 3))
     inverse = torch.linalg.inv(a)

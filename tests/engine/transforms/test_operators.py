@@ -11,7 +11,7 @@ import torch
 from psgrad.engine.transforms import derivatives as recording
 from psgrad.engine.transforms import jvp
 from psgrad.engine.transforms.rules import registry
-from tests.engine.transforms import derivatives, sweep_table
+from tests.engine.transforms import derivatives
 from tests.engine.transforms.operators import entries
 from tests.engine.transforms.refused import (
     AGREEING,
@@ -23,7 +23,8 @@ from tests.engine.transforms.refused import (
     UNJUDGED_TWICE,
 )
 from tests.engine.transforms.sweep import ROWS, judge
-from tests.engine.transforms.sweep_table import judged_rows, refused_rows
+from tools import operators_page
+from tools.operators_page import judged_rows, refused_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of deprecated operators, which are in the database too
 DATABASE = entries()
@@ -71,7 +72,7 @@ def test_right_or_refused_as_listed(name: str) -> None:
 def test_a_row_is_right_for_as_many_entries_as_the_bar_says(row: str) -> None:
     bar = ROWS[row].bar
     assert bar is not None
-    assert sweep_table.counts()[row].percent >= bar
+    assert operators_page.counts()[row].percent >= bar
 
 
 of_one_version = pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="page and tables speak of PyTorch 2.13's database")
@@ -79,7 +80,7 @@ of_one_version = pytest.mark.skipif(not torch.__version__.startswith("2.13."), r
 
 @of_one_version
 def test_the_page_is_up_to_date() -> None:
-    assert sweep_table.PAGE.read_text(encoding="utf-8") == sweep_table.page(), "python -m tests.engine.transforms.sweep_table"
+    assert operators_page.PAGE.read_text(encoding="utf-8") == operators_page.page(""), "run python -m tools.pages"
 
 
 @of_one_version
@@ -112,7 +113,7 @@ def test_a_vjp_off_by_a_thousandth_in_its_own_derivative_is_noticed(monkeypatch:
     right = registry._derivatives[op].vjp
     off = registry.DerivativeRule({0: right[0], 1: lambda out, g, y: lambda h: right[1](out, g, y)(h) * SLIGHTLY})
     monkeypatch.setitem(registry._derivatives, op, off)
-    assert rows_that_notice("tanh") == sweep_table.TWICE
+    assert rows_that_notice("tanh") == operators_page.TWICE
 
 
 def test_a_jvp_off_by_a_thousandth_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,13 +139,13 @@ def spoiled(change: Callable[[Any, Any], tuple[Any, Any]]) -> Callable[..., Any]
 def test_a_batching_off_by_a_thousandth_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     op = torch.ops.aten.sin.default
     monkeypatch.setitem(registry._batchings, op, lambda batch, op, x: op(batch.physical(x)) * SLIGHTLY)
-    assert rows_that_notice("sin") == sweep_table.MAPPED
+    assert rows_that_notice("sin") == operators_page.MAPPED
 
 
 def test_samples_that_change_places_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     op = torch.ops.aten.sin.default
     monkeypatch.setitem(registry._batchings, op, lambda batch, op, x: op(batch.physical(x)).flip(0))
-    assert rows_that_notice("sin") == sweep_table.MAPPED
+    assert rows_that_notice("sin") == operators_page.MAPPED
 
 
 def test_an_error_without_a_name_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +153,7 @@ def test_an_error_without_a_name_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
         raise IndexError("list index out of range")
 
     monkeypatch.setitem(registry._batchings, torch.ops.aten.sin.default, fails)
-    assert rows_that_notice("sin") == sweep_table.MAPPED
+    assert rows_that_notice("sin") == operators_page.MAPPED
 
 
 def test_a_write_that_does_not_reach_the_base_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

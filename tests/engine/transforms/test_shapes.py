@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from psgrad.engine.transforms import interpreter, shapes, vjp, vmap
+from psgrad.errors import PsgradError
 from tests.engine.transforms.misshapen import complaints
 from tests.engine.transforms.operators import entries, programs
 from tests.engine.transforms.refused import UNJUDGED
@@ -19,9 +20,11 @@ DATABASE = entries()
 
 # PyTorch's own kernel writes beyond its arguments for these shapes, and the process ends.
 ENDS_THE_PROCESS = "lu_unpack _batch_norm_with_update"
-# Refused for their values, not for their shapes: lengths and offsets say where the last segment ends, a mask how many values it takes.
-BY_VALUE = "_segment_reduce.offsets _segment_reduce.lengths index_put"
-# They write running statistics, and are refused under vmap; PyTorch's check of the shapes is in `nn.functional.batch_norm`.
+# Refused for their values, not for their shapes: lengths and offsets say where the last segment ends. Their shapes are tested below.
+BY_VALUE = "_segment_reduce.offsets _segment_reduce.lengths"
+# Sample calls with a mask are left out: how many values it takes depends on its values. Masks are tested below.
+WITH_MASKS = "index_put"
+# Their kernels read beyond their arguments for some wrong shapes. They are compared with `batch_norm` below, which checks them.
 INNER = "native_batch_norm _native_batch_norm_legit"
 LEFT_OUT = frozenset(f"{ENDS_THE_PROCESS} {BY_VALUE} {INNER}".split()) | set(UNJUDGED)
 
@@ -29,13 +32,15 @@ PRODUCTS = """
     mm bmm mv dot vdot inner outer addmm addmm.decomposed addmv addr addbmm baddbmm matmul linalg.vecdot linalg.multi_dot
     nn.functional.linear
     nn.functional.conv1d nn.functional.conv2d nn.functional.conv_transpose1d nn.functional.layer_norm nn.functional.group_norm
-    nn.functional.batch_norm nn.functional.cross_entropy nn.functional.embedding softmax index_add
+    nn.functional.batch_norm nn.functional.cross_entropy nn.functional.embedding softmax index_add index_put
 """
 
 
 def accepted(name: str) -> list[str]:
     """What is wrong with the first sample calls of an entry of PyTorch's operator database, in other shapes."""
     plain = [program for program in programs(DATABASE[name]) if not program.name.endswith(("in place", "written through"))]
+    if name in WITH_MASKS.split():
+        plain = [program for program in plain if all(x.dtype != torch.bool for x in program.tensors)]
     return [complaint for program in plain[:2] for complaint in complaints(program)]
 
 
@@ -111,3 +116,123 @@ def test_statistics_of_scalars(function: Callable[..., Any], keywords: dict[str,
         torch.testing.assert_close(found, tuple(torch.stack(column) for column in zip(*wanted, strict=True)), equal_nan=True)
     else:
         torch.testing.assert_close(found, torch.stack(wanted), equal_nan=True)
+
+
+def outcome(function: Callable[..., Any], *tensors: torch.Tensor | None) -> str:
+    """Whether the function takes tensors of these shapes: "taken", "refused", or the name of an internal error."""
+    try:
+        function(*tensors)
+    except (RuntimeError, IndexError, PsgradError):
+        return "refused"
+    except Exception as error:
+        return type(error).__name__
+    return "taken"
+
+
+def mapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function under vmap, of two samples that are the same."""
+    return lambda *tensors: vmap(function)(*[torch.stack([x, x]) for x in tensors])
+
+
+INDICES = {
+    "index": torch.tensor([0, 2]),
+    "matrix": torch.tensor([[0, 1], [1, 0]]),
+    "mask": torch.tensor([True, False, True]),
+    "long_mask": torch.tensor([True, False, True, True]),
+    "no_place": torch.tensor([False, False, False]),
+    "mask_of_two_axes": torch.tensor([[True, False, False], [False, False, True], [False, False, False]]),
+}
+INDEXED = [
+    *[(name,) for name in INDICES],
+    ("mask", "index"),
+    ("index", "mask"),
+    ("mask", "matrix"),
+    ("mask", "mask"),
+    ("index", "mask_of_two_axes"),
+]
+
+
+@pytest.mark.parametrize("names", INDEXED, ids="-".join)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_index_put_takes_the_shapes_that_pytorch_takes(names: tuple[str, ...], in_place: bool) -> None:
+    indices = [INDICES[name] for name in names]
+
+    def put(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return x.clone().index_put_(indices, values) if in_place else x.index_put(indices, values)
+
+    sizes = [(), (1,), (2,), (3,), (5,), (2, 3), (2, 2), (2, 1), (3, 3), (3, 3, 3), (2, 3, 3), (2, 2, 3), (1, 1, 3), (0,), (0, 3)]
+    pairs = [(torch.randn(shape), torch.randn(size)) for shape in ((3, 3, 3), (3, 3), (3,)) for size in sizes]
+    wanted = {(x.shape, v.shape): outcome(put, x, v) for x, v in pairs}
+    assert {(x.shape, v.shape): outcome(mapped(put), x, v) for x, v in pairs} == wanted
+    assert {(x.shape, v.shape): outcome(lambda v, x=x: vjp(lambda v: put(x, v), v), v) for x, v in pairs} == wanted
+    assert "taken" in wanted.values() or "long_mask" in names
+
+
+@pytest.mark.parametrize("names", INDEXED, ids="-".join)
+def test_index_takes_the_shapes_that_pytorch_takes(names: tuple[str, ...]) -> None:
+    values = [torch.randn(size) for size in ((3, 3, 3), (3, 3), (3,), (3, 4), ())]
+    for x in values:
+        wanted = outcome(lambda x: x[tuple(INDICES[name] for name in names)], x)
+        assert outcome(mapped(lambda x: x[tuple(INDICES[name] for name in names)]), x) == wanted, x.shape
+
+
+# Calls of the operators below `batch_norm`, with its arguments.
+BATCH_NORMS: dict[str, Callable[..., Any]] = {
+    "native": lambda x, w, b, m, v, training: torch.native_batch_norm(x, w, b, m, v, training, 0.1, 1e-5),
+    "legit": lambda x, w, b, m, v, training: torch.ops.aten._native_batch_norm_legit(x, w, b, m, v, training, 0.1, 1e-5),
+    "with_update": lambda x, w, b, m, v, _: torch.ops.aten._batch_norm_with_update(x, w, b, m, v, 0.1, 1e-5),
+    "no_update": lambda x, w, b, m, v, _: torch.ops.aten._batch_norm_no_update(x, w, b, m, v, 0.1, 1e-5),
+}
+
+
+@pytest.mark.parametrize("name", BATCH_NORMS)
+@pytest.mark.parametrize("training", [False, True])
+def test_operators_below_batch_norm_refuse_the_shapes_that_batch_norm_refuses(name: str, training: bool) -> None:
+    if training is (name == "no_update") or (name == "with_update" and not training):
+        pytest.skip("says by its name whether it is training")
+    right = [torch.randn(2, 3, 4), *[torch.rand(3) for _ in range(4)]]
+    assert outcome(mapped(lambda *all_of: BATCH_NORMS[name](*all_of, training)), *right) == "taken"
+    for place in range(5):
+        for size in ((), (2,), (4,), (0,), (2, 3), (1, 3), (3, 1), (3, 2), (3, 3, 3)):
+            wrong = [torch.rand(size) if i == place else x for i, x in enumerate(right)]
+            if outcome(lambda *all_of: torch.batch_norm(*all_of, training, 0.1, 1e-5, False), *wrong) == "refused":
+                assert outcome(mapped(lambda *all_of: BATCH_NORMS[name](*all_of, training)), *wrong) == "refused", (place, size)
+
+
+def test_native_batch_norm_without_running_statistics_refuses_wrong_shapes() -> None:
+    for op in (torch.native_batch_norm, lambda x, w, b, m, v, *rest: torch.ops.aten._native_batch_norm_legit.no_stats(x, w, b, *rest)):
+        for size, wanted in (((3,), "taken"), ((), "refused"), ((2,), "refused"), ((2, 3), "refused")):
+            found = outcome(mapped(lambda x, w, op=op: op(x, w, None, None, None, True, 0.1, 1e-5)), torch.randn(2, 3), torch.randn(size))
+            assert found == wanted, size
+
+
+@pytest.mark.parametrize("named", ["lengths", "offsets"])
+@pytest.mark.parametrize("axis", [0, 1, -1, 2])
+def test_segment_reduce_refuses_shapes_that_do_not_fit(named: str, axis: int) -> None:
+    def reduced(data: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        return torch.segment_reduce(data, "mean", **{named: given}, axis=axis, unsafe=True)
+
+    for shape in ((), (0,), (3,), (2, 3), (3, 2), (1, 3, 2), (2, 3, 4)):
+        for size in ((), (0,), (2,), (1, 2), (2, 2), (3, 0), (1, 3, 2), (2, 3, 2)):
+            lead = shape[: axis + len(shape) if axis < 0 else axis]
+            fits = -len(shape) <= axis < len(shape) and size[:-1] == lead and len(size) == len(lead) + 1
+            fits = fits and not (named == "offsets" and size[-1] == 0)
+            data, given = torch.randn(shape), torch.zeros(size, dtype=torch.long)
+            assert outcome(mapped(reduced), data, given) == ("taken" if fits else "refused"), (shape, size)
+            if fits:  # PyTorch's own kernel reads beyond some of the others
+                torch.testing.assert_close(mapped(reduced)(data, given)[1], reduced(data, given), equal_nan=True)
+
+
+def test_segment_reduce_without_lengths_is_refused_by_name() -> None:
+    with pytest.raises(RuntimeError, match="Either lengths or offsets"):
+        vmap(lambda x: torch.segment_reduce(x, "sum"))(torch.randn(2, 3))
+
+
+def test_operator_in_pieces_refuses_tensors_that_no_level_follows() -> None:
+    """PyTorch has no quantile of bfloat16; the pieces that stand for it would take any dtype."""
+    shared = torch.ones(2, 3, dtype=torch.bfloat16)
+    for f in (torch.quantile, torch.nanquantile):
+        with pytest.raises(RuntimeError, match="must be either float or double dtype"):
+            vmap(lambda x, f=f: x + f(shared, 0.4, 0))(torch.ones(4, 3))
+        with pytest.raises(RuntimeError, match="must be either float or double dtype"):
+            vmap(lambda x, f=f: f(x, 0.4, 0))(torch.ones(4, 3, dtype=torch.bfloat16))

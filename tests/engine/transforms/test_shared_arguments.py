@@ -25,7 +25,7 @@ from tests.engine.transforms.shared_arguments import (
     wrong_ways,
 )
 from tests.engine.transforms.sweep import ROWS
-from tests.engine.transforms.sweep_table import judged_rows
+from tools.operators_page import judged_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

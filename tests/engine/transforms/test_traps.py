@@ -375,7 +375,7 @@ def test_an_operator_without_a_rule_is_named_with_line_and_page() -> None:
     message = str(caught.value)
     assert "psgrad_traps::odd " in message
     assert f"test_traps.py:{inspect.getsourcelines(program)[1] + 1}" in message
-    page = re.search(r"docs/[\w-]+\.md", message)
+    page = re.search(r"docs/[\w/-]+\.md", message)
     assert page is not None
     assert (ROOT / page[0]).is_file()
 

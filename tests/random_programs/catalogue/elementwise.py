@@ -13,7 +13,7 @@ F.gelu({x}, approximate='tanh') | F.threshold({x}, 0.1, -0.5)
 ({x}.abs() + 0.5).log() | ({x}.abs() + 0.1).sqrt() | ({x}.square() + 0.3).rsqrt() | 1 / ({x}.square() + 0.5) | {x}.atan() | {x}.erf() | {x}.expm1()
 {x}.sinh() | {x}.asinh() | {x}.erfc() | ({x}.abs() + 0.2).log1p() | ({x}.abs() + 0.5).lgamma() | ({x}.abs() + 0.5).digamma() | {x}.log() | {x}.sqrt()
 {x}.reciprocal() | {x}.clamp(-0.5, 0.8) | {x}.clamp_min(0.1) | {x}.round() | {x}.floor() | {x}.frac() | {x}.sign() | {x} * {n} | {x} + {n} | {x} / {n}
-{x} ** 2 | {x} ** 3 | {x}.abs() ** 1.5 | {n} ** {x} | {x}.nan_to_num() | {x}.clone() | {x}.exp2() | {x}.sinc() | torch.special.i0e({x}) | {x}.logit(1e-2)
+{x} ** 2 | {x} ** 3 | {x}.abs() ** 1.5 | {n} ** {x} | {x}.nan_to_num() | {x}.clone() | {x}.exp2() | torch.sinc({x}) | torch.special.i0e({x}) | {x}.logit(1e-2)
 {x}.tanh().atanh() | torch.special.entr({x}.sigmoid()) | torch.special.ndtri({x}.sigmoid()) | {x}.double() | {x}.float() | {x}.to(torch.bfloat16)
 torch.zeros_like({x}) | {x}.new_zeros({x}.shape) | torch.zeros({x}.shape) | torch.ones({x}.shape, dtype={x}.dtype) | torch.empty_like({x}).fill_({n})
 {x}.sin() if {x}.sum() > 0 else {x}.cos() | torch.full({x}.shape, {n}, dtype={x}.dtype)

@@ -12,7 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -101,7 +101,7 @@ class Term(ABC):
     def at(self, samples: slice | torch.Tensor, dtype: torch.dtype | None = None) -> Term:
         """The same for some of the samples, in another precision if asked."""
 
-    def among(self, places: torch.Tensor, count: int) -> Self:
+    def among(self, places: torch.Tensor, count: int) -> Term:
         """The same among `count` samples: this term's stand at `places` [n], the others have zero."""
         rows = torch.full((count,), self.samples, device=self.device).index_copy(0, places, torch.arange(self.samples, device=self.device))
         padded = {

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 from psgrad.engine.gradients.terms.base import Term, accumulating, joined, sum_of_products, zero_where_lost
 from psgrad.engine.gradients.terms.base import blocks as blocks_of
+from psgrad.engine.gradients.terms.dense import Dense
 from psgrad.engine.gradients.terms.grouped import times_shared
 from psgrad.engine.gradients.terms.product import Product
 
@@ -35,8 +36,10 @@ class Hadamard(Term):
     def at(self, samples: slice | torch.Tensor, dtype: torch.dtype | None = None) -> Hadamard:
         return Hadamard(self.term.at(samples, dtype), self.shared.to(dtype or self.dtype))
 
-    def among(self, places: torch.Tensor, count: int) -> Self:
-        return type(self)(self.term.among(places, count), self.shared)
+    def among(self, places: torch.Tensor, count: int) -> Term:
+        if not self.shared.isfinite().all():  # the others' zeros, times infinity, would be NaN
+            return Dense(self.materialise(), written_out=True).among(places, count)
+        return Hadamard(self.term.among(places, count), self.shared)
 
     def square_norms(self) -> torch.Tensor:
         term = self.term

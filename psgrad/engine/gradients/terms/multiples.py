@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 from psgrad.engine.gradients.terms.base import Term, accumulating, norms_at_least, rows_of, sum_of_products, zero_where_lost
+from psgrad.engine.gradients.terms.dense import Dense
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,9 @@ class Multiples(Term):
         kind = dtype or self.dtype
         return Multiples(rows_of(self.coefficients, samples).to(kind), self.shared.to(kind))
 
-    def among(self, places: torch.Tensor, count: int) -> Self:
+    def among(self, places: torch.Tensor, count: int) -> Term:
+        if not self.shared.isfinite().all():  # the others' zeros, times infinity, would be NaN
+            return Dense(self.materialise(), written_out=True).among(places, count)
         zeros = self.coefficients.new_zeros(count, *self._kept)
         return replace(self, coefficients=zeros.index_copy(0, places, self.coefficients))
 

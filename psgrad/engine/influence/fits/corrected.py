@@ -21,6 +21,10 @@ class Invertible(Preconditioned):
 
     setting: Setting
 
+    def has_leverage(self) -> bool:
+        """Whether the rows' leverage can be had."""
+        return True
+
     @abstractmethod
     def leverage(self, root: torch.Tensor, gradient: torch.Tensor) -> Leverage:
         """root, gradient: as `output_factors` has them."""
@@ -35,7 +39,9 @@ class Invertible(Preconditioned):
 
 
 class Corrected(Fitted):
-    """facts: those of the fit, and `largest_leverage`, the largest eigenvalue of any example's L_i M_i.
+    """decrements: [n], twice what each removal's own step lowers the objective without it by, as far as the loss's gradient in the output
+    is in the span of its second derivatives. facts: those of the fit, and `largest_leverage`, the largest eigenvalue of any example's
+    L_i M_i.
 
     An example without which the training problem has no solution is told, and its scores are NaN.
 
@@ -45,14 +51,16 @@ class Corrected(Fitted):
     def __init__(self, plain: Invertible, *, automatic: bool = False) -> None:
         self.automatic = automatic
         training = plain.training
-        root, _, gradient = output_factors(training)
+        root, coefficients, gradient = output_factors(training)
         self.plain = plain
         self.leverage = plain.leverage(root, gradient)
+        self.decrements = (coefficients * self.leverage.pull).sum(1) + self.leverage.extra
         self.leverage.tell(training, plain.setting.say)
         weights = self.leverage.weights.nan_to_num(0.0)
         self.removed = plain.on(with_cotangents(training, gradient + (root @ weights.unsqueeze(2)).squeeze(2)), weights)
-        self.facts = {**plain.facts, "largest_leverage": float(self.leverage.largest.max())}
-        self.calibrated = plain.calibrated
+        self.facts = plain.facts  # not copied, as solvers add to them while they solve
+        self.facts["largest_leverage"] = float(self.leverage.largest.max())
+        self.calibrated, self.has_self_influence = plain.calibrated, plain.has_self_influence
 
     def solver(self) -> Preconditioned | None:
         return self.plain

@@ -82,6 +82,9 @@ class ByKernel(Invertible):
             own, squares = (columns * moved).sum(0).cpu(), (solved * moved).sum(0).cpu()
             yield SelfBlock(start, start + len(chosen), own, squares.clamp_min(0).sqrt())
 
+    def has_leverage(self) -> bool:
+        return self.coefficients is not None
+
     def leverage(self, root: torch.Tensor, gradient: torch.Tensor) -> Leverage:
         if self.coefficients is None:
             raise InfluenceError(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import torch
 
 from psgrad.engine.examples import Examples
 from psgrad.engine.flat import Vectors
 from psgrad.engine.influence.curvature.dense import loss_hessian, sum_of_outer_products
+from psgrad.engine.influence.damping import Damping
 from psgrad.engine.influence.fits.corrected import Invertible
 from psgrad.engine.influence.fits.setting import Setting
 from psgrad.engine.influence.leverage import Leverage, output_products
@@ -50,7 +52,8 @@ class ByMatrix(Invertible):
         precision = torch.finfo(next(iter(self.training.params.values())).dtype).eps
         if bool(failed) or not bool(pivots.min() > len(matrix) * precision * pivots.max()):
             return None
-        return ByMatrix(self.setting.damped(0.0, None), self.matrix)
+        # What the correction has to say of this fit was not said of the damped one.
+        return ByMatrix(replace(self.setting, damping=Damping(0.0)), self.matrix)
 
     @classmethod
     def fit(cls, setting: Setting) -> ByMatrix:
@@ -68,9 +71,7 @@ class ByMatrix(Invertible):
         return flat.split(self.inverse.apply(flat.join(vectors)))
 
     def leverage(self, root: torch.Tensor, gradient: torch.Tensor) -> Leverage:
-        products = output_products(self.training, self.inverse.half)
-        towards = root.transpose(1, 2) @ products
-        return Leverage.of(towards @ root, (towards @ gradient.unsqueeze(2)).squeeze(2))
+        return Leverage.through(output_products(self.training, self.inverse.half), root, gradient)
 
     def on(self, training: Examples, weights: torch.Tensor) -> ByMatrix:
         other = copy.copy(self)

@@ -12,7 +12,8 @@ from psgrad.engine.examples import Examples
 from psgrad.engine.flat import Vectors, as_gradients
 from psgrad.engine.gradients.queries import PerSampleGradients
 from psgrad.engine.gradients.terms import accumulating
-from psgrad.engine.influence.damping import Damping
+from psgrad.engine.influence.calibration import is_affine
+from psgrad.engine.influence.damping import Damping, default_damping
 from psgrad.engine.influence.method import RELATIVE, Checkpoint, Fitted, Method, Preconditioned, SelfBlock, flat_rows
 from psgrad.errors import InfluenceError
 
@@ -27,7 +28,8 @@ class DataInf(Method):
 
     Attributes:
         damping: lam, the same for all parameters; None for `relative_damping` times the mean square of the parameter's gradients'
-            elements, parameter by parameter.
+            elements, parameter by parameter. Where neither is given: none with a weight decay and a model that is affine in its
+            parameters, and a tenth of the mean square else.
         weight_decay: of training, on the mean loss; it is part of the curvature.
     """
 
@@ -36,7 +38,7 @@ class DataInf(Method):
     predicts_removal = False
 
     damping: float | None = None
-    relative_damping: float = 0.1
+    relative_damping: float | None = None
     weight_decay: float = 0.0
 
     def fit(self, training: Examples, checkpoint: Checkpoint) -> Fitted:
@@ -45,7 +47,9 @@ class DataInf(Method):
             _assert_finite(name, float(squares))
         numbers = {name: max(parameter.numel(), 1) for name, parameter in training.params.items()}
         means = {name: float(squares) / len(training) / numbers[name] for name, squares in total.items()}
-        return MeanOfInverses(training, means, self.weight_decay, Damping(self.damping, self.relative_damping))
+        convex = self.weight_decay > 0 and is_affine(training)
+        damping = default_damping(self.damping, self.relative_damping, 0.1, convex=convex, weight_decay=self.weight_decay)
+        return MeanOfInverses(training, means, self.weight_decay, damping)
 
 
 class MeanOfInverses(Preconditioned):

@@ -11,8 +11,9 @@ import torch
 from psgrad.engine.examples import Examples
 from psgrad.engine.flat import Vectors, as_gradients
 from psgrad.engine.gradients.queries import PerSampleGradients
+from psgrad.engine.influence.calibration import is_affine
 from psgrad.engine.influence.curvature.kronecker import Block, fisher_rows, fit_blocks
-from psgrad.engine.influence.damping import Damping
+from psgrad.engine.influence.damping import Damping, default_damping
 from psgrad.engine.influence.method import RELATIVE, Checkpoint, Fitted, Method, Per, Preconditioned, ScoreBlock, SelfBlock, labelled
 from psgrad.errors import ConfigError, InfluenceError
 
@@ -30,31 +31,36 @@ class EKFAC(Method):
             are what gradients for labels that the model draws itself are; 'exact': all of its rows; 'empirical': the gradients of the
             training loss.
         draws, seed: of 'sampled'.
-        damping: lam, the same for all blocks; None for `relative_damping` times the mean eigenvalue, block by block.
+        damping: lam, the same for all blocks; None for `relative_damping` times the mean eigenvalue, block by block. Where neither is
+            given: none with a weight decay and a model that is affine in its parameters, and a tenth of the mean eigenvalue else.
         weight_decay: of training, on the mean loss; it is part of the curvature.
     """
 
     name = "ekfac"
+    # Each block has a damping of its own and nothing between blocks is counted: scores rank, and were beyond any possible change.
+    unit = RELATIVE
+    predicts_removal = False
 
     fisher: Literal["sampled", "exact", "empirical"] = "sampled"
     draws: int = 1
     seed: int = 0
     damping: float | None = None
-    relative_damping: float = 0.1
+    relative_damping: float | None = None
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
         if self.draws < 1:
             raise ConfigError(f"draws is {self.draws}", expected="at least one sampled row for each training example")
-        if self.fisher == "empirical":  # which is as much too small as the losses are
-            object.__setattr__(self, "unit", RELATIVE)
-            object.__setattr__(self, "predicts_removal", False)
 
     def fit(self, training: Examples, checkpoint: Checkpoint) -> Fitted:
         blocks = fit_blocks(self._rows(training), len(training))
-        fitted = KroneckerFactored(training, blocks, self.weight_decay, Damping(self.damping, self.relative_damping))
+        fitted = KroneckerFactored(training, blocks, self.weight_decay, self._damping(training))
         fitted.facts["fisher"] = self.fisher
         return fitted
+
+    def _damping(self, training: Examples) -> Damping:
+        convex = self.weight_decay > 0 and is_affine(training)
+        return default_damping(self.damping, self.relative_damping, 0.1, convex=convex, weight_decay=self.weight_decay)
 
     def _rows(self, training: Examples) -> Examples:
         if self.fisher == "empirical":

@@ -13,7 +13,7 @@ from psgrad.engine.gradients.memory import free_memory
 from psgrad.engine.influence.calibration import calibrated, is_affine
 from psgrad.engine.influence.curvature.products import CurvatureProducts
 from psgrad.engine.influence.curvature.rows import LARGEST_OUTPUT, output_size
-from psgrad.engine.influence.damping import Damping
+from psgrad.engine.influence.damping import Damping, default_damping
 from psgrad.engine.influence.fits.corrected import Corrected
 from psgrad.engine.influence.fits.iterative import ByProducts, Solve
 from psgrad.engine.influence.fits.kernel import ByKernel
@@ -30,7 +30,8 @@ from psgrad.errors import ConfigError, InfluenceError
 
 # Parameters up to which the curvature is written out whatever else there is: 288 MB, and seconds for its factor.
 LARGEST_MATRIX = 6000
-# Of an absolute damping, its share of the mean eigenvalue, which is not known yet; and queries where nobody says how many there will be.
+# Of an absolute damping, or a weight decay alone, its share of the mean eigenvalue, which is not known yet; and queries where nobody says
+# how many there will be.
 _UNKNOWN_RATIO, _QUERIES = 0.01, 100
 
 _SOLVERS = ("auto", "exact", "dual", "conjugate_gradient", "lissa", "arnoldi")
@@ -40,10 +41,12 @@ _MANY_QUERIES = 100
 _RANKS = {"nystroem": 200, "arnoldi": 50}
 # Products at most, and what LiSSA's may take, where the options don't say.
 _LISSA_SECONDS = 60.0
-_WHY_NOT = {
-    False: "the model is not affine in its parameters, so that no training ends where a step of the curvature says",
-    True: "a damping is added to the curvature, which makes scores smaller",
-}
+_NOT_AFFINE = "the model is not affine in its parameters, so that no training ends where a step of the curvature says"
+_DAMPED = "a damping is added to the curvature, which makes scores smaller"
+_OTHER_CURVATURE = "the empirical Fisher is no curvature of the training loss, and is as much too small as the losses are"
+_OTHER_ESTIMAND = "arnoldi inverts the curvature along its leading eigenvectors only"
+# Solvers whose scores can be corrected for leverage, and the residual of the solves that one of them estimates it by.
+_WITH_LEVERAGE, ROUGH = ("exact", "dual", "conjugate_gradient"), 1e-3
 _ITERATIONS = {"conjugate_gradient": 200, "lissa": 5000, "arnoldi": 200}
 
 
@@ -62,10 +65,11 @@ class Influence(Method):
             6,000 parameters, and beyond what is predicted to be the least work that fits into memory (solvers/work.py).
         damping: lam; None for `relative_damping` times the mean eigenvalue of C. Where neither is given, lam is zero for a convex problem
             (a model that is affine in its parameters, with a weight decay or a curvature that has an inverse), whose scores are then
-            amounts; and one mean eigenvalue for all others, which ranks best on networks (docs/influence.md).
+            amounts; and one mean eigenvalue for all others, which ranks best on networks (docs/explanation/influence.md).
         weight_decay: of training, on the mean loss; it is part of the curvature, whatever the damping.
-        leverage: whether scores are corrected for what a removal does to the curvature (leverage.py). For gauss_newton, exact or dual.
-            On networks it lowers the agreement with retraining. None: where the damping is zero by default.
+        leverage: whether scores are corrected for what a removal does to the curvature (leverage.py). For gauss_newton, by exact, dual
+            or conjugate_gradient, which estimates it. On networks it lowers the agreement with retraining. None: where the damping is
+            zero by default, for the Hessian, too, which is the same matrix there.
         change: what a step does to the query: 'gradient' to first order, 'output' as the measurement of the output that the step leads
             to, to first order in the parameters (fits/output.py). It brings out what a large change of a confident query is. 'auto':
             the latter where the damping is zero by default, and to first order for scores by layer.
@@ -127,51 +131,62 @@ class Influence(Method):
             )
 
     def fit(self, training: Examples, checkpoint: Checkpoint) -> Fitted:
-        affine = self.curvature != "fisher" and self.solver != "arnoldi" and is_affine(training)
+        affine = self.solver != "arnoldi" and is_affine(training)
         convex = affine and self.damping is None and self.relative_damping is None
-        solver, why = self._choice(training, checkpoint.queries, bool(self.leverage) or convex)
-        if self.leverage and solver not in ("exact", "dual"):
+        why_not = self._why_no_amounts(affine)
+        amounts = why_not is None
+        solver, why = self._choice(training, checkpoint.queries, bool(self.leverage) or (convex and amounts), self._damping(convex))
+        if self.leverage and solver not in _WITH_LEVERAGE:
             raise InfluenceError(
                 f"the leverage correction needs every training example's own part of the inverse, which {solver} does not give ({why})",
-                next_step="set solver: exact or dual; or restrict `parameters`; or leverage: false",
+                next_step="set solver: exact, dual or conjugate_gradient; or leverage: false",
+            )
+        if self.leverage and output_size(training) > LARGEST_OUTPUT:
+            raise InfluenceError(
+                f"the leverage correction takes the output's {output_size(training)} numbers one by one",
+                expected=f"an output of at most {LARGEST_OUTPUT} numbers",
+                next_step="set leverage: false",
             )
         setting = Setting(training, self.curvature, self.weight_decay, self._damping(convex), bool(self.leverage), checkpoint.say)
         fitted: ByMatrix | ByKernel | ByProducts
         if solver == "exact":
             fitted = ByMatrix.fit(setting)
-            if convex and not self.weight_decay:
+            if convex and amounts and not self.weight_decay:
                 fitted = fitted.undamped() or fitted
         elif solver == "dual":
             fitted = ByKernel.fit(setting)
         else:
-            fitted = ByProducts.fit(setting, getattr(self, f"_{solver}")(checkpoint), self.seed)
-        undamped = affine and fitted.facts["damping"] == 0
+            rough = replace(self, tolerance=max(self.tolerance, ROUGH))
+            fitted = ByProducts.fit(setting, getattr(self, f"_{solver}")(checkpoint), getattr(rough, f"_{solver}")(checkpoint), self.seed)
+        undamped = amounts and fitted.facts["damping"] == 0
+        by_default = convex and undamped and output_size(training) <= LARGEST_OUTPUT  # which both corrections need row by row
         corrected = self.leverage
         if corrected is None:
-            corrected = convex and undamped and self.curvature == "gauss_newton" and solver in ("exact", "dual")
-        by_output = self.change == "output" or (self.change == "auto" and convex and undamped)
+            corrected = by_default and solver in _WITH_LEVERAGE and fitted.has_leverage()
+        by_output = self.change == "output" or (self.change == "auto" and by_default)
         fitted.setting = replace(fitted.setting, leverage=corrected)
-        fitted.calibrated, amounts = calibrated(fitted, self.weight_decay, checkpoint.say) if undamped else (False, _WHY_NOT[affine])
-        fitted.facts = {
-            "solver": solver,
-            "solver_because": why,
-            **fitted.facts,
-            "leverage": corrected,
-            "change": "output" if by_output else "gradient",
-            "calibrated": fitted.calibrated,
-            "calibrated_because": amounts,
-        }
-        whole = Corrected(fitted, automatic=self.leverage is None) if corrected and not isinstance(fitted, ByProducts) else fitted
+        change = "output" if by_output else "gradient"
+        fitted.facts = {"solver": solver, "solver_because": why, **fitted.facts, "leverage": corrected, "change": change}
+        whole = Corrected(fitted, automatic=self.leverage is None) if corrected else fitted
+        found = calibrated(whole, self.weight_decay, checkpoint.say) if undamped else (False, why_not or _DAMPED)
+        whole.calibrated, whole.facts["calibrated_because"] = found
+        whole.facts["calibrated"] = whole.calibrated
         return AtOutput(whole, automatic=self.change == "auto") if by_output else whole
 
     def _damping(self, convex: bool) -> Damping:
-        """convex: whether the options leave the damping open and the model is affine in its parameters."""
-        if convex and self.weight_decay > 0:
-            return Damping(0.0)
-        return Damping(self.damping, 1.0 if self.relative_damping is None else self.relative_damping)
+        """convex: whether the model is affine in its parameters."""
+        return default_damping(self.damping, self.relative_damping, 1.0, convex=convex, weight_decay=self.weight_decay)
 
-    def _choice(self, training: Examples, queries: int | None, correct: bool) -> tuple[str, str]:
-        """The solver, and why. correct: whether scores are to be corrected for leverage, which needs exact or dual."""
+    def _why_no_amounts(self, affine: bool) -> str | None:
+        """Why scores are no amounts, whatever the damping; None where they may be."""
+        if self.curvature == "fisher":
+            return _OTHER_CURVATURE
+        if self.solver == "arnoldi":
+            return _OTHER_ESTIMAND
+        return None if affine else _NOT_AFFINE
+
+    def _choice(self, training: Examples, queries: int | None, correct: bool, damping: Damping) -> tuple[str, str]:
+        """The solver, and why. correct: whether scores are to be corrected for leverage, which not all solvers can."""
         if self.solver != "auto":
             return self.solver, "the options name it"
         size, count = training.flat.size, len(training)
@@ -182,8 +197,8 @@ class Influence(Method):
                 return "conjugate_gradient", f"an output of {outputs} numbers is too large for the other solvers"
             rows = count * outputs
         if size <= LARGEST_MATRIX:
-            return "exact", f"{size} parameters are at most {LARGEST_MATRIX}"
-        ratio = self.relative_damping or 1.0 if self.damping is None else _UNKNOWN_RATIO
+            return "exact", f"{size:,} parameters are at most {LARGEST_MATRIX:,}"
+        ratio = damping.relative if damping.absolute is None and damping.relative > 0 else _UNKNOWN_RATIO
         work = Work(size, count, rows, _QUERIES if queries is None else queries, ratio, free_memory(training.device))
         return work.least(correct)
 

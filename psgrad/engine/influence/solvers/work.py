@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 # Rows, or parameters, whose square matrix is ever factorised: 2 GB.
 LARGEST = 16384
-# Measured on CPU cores, networks of 1,091 to 38,282 parameters and 400 to 1,500 samples (docs/influence.md): operations of an inner
-# product of two rows, as a share of the parameters (most rows are held as factors); of a product with the curvature, for each sample and
-# parameter; iterations of conjugate gradients with a damping of one mean eigenvalue, and how they grow as the damping falls. From a
-# hundred queries on, which share a Krylov space, iterations fall as queries become more, down to the fewest.
+# Measured on CPU cores, networks of 1,091 to 38,282 parameters and 400 to 1,500 samples (docs/explanation/influence.md);
+# benchmarks/influence_solvers.py measures them again. Operations of an inner product of two rows, as a share of the parameters (most
+# rows are held as factors); of a product with the curvature, for each sample and parameter; iterations of conjugate gradients with a
+# damping of one mean eigenvalue, and how they grow as the damping falls. From a hundred queries on, which share a Krylov space,
+# iterations fall as queries become more, down to the fewest.
 _INNER, _PRODUCT, _ITERATIONS, _FEWEST, _GROWTH, _MANY = 0.15, 10.0, 20.0, 4.0, 0.45, 100
 # Products behind the Nystroem preconditioner, which few queries get.
 _PRECONDITIONER = 200

@@ -21,7 +21,7 @@ class Confidence(Measure):
     formula: ClassVar[str] = "softmax(z)_y"
     unit: ClassVar[str] = "probability, 0 to 1"
     source: ClassVar[str] = "Northcutt, Jiang, Chuang: Confident Learning (2021), section 3; cleanlab's self-confidence"
-    cost: ClassVar[str] = "nothing beside the pass: it reads the outputs"
+    cost: ClassVar[str] = "nothing beyond the pass: it uses the outputs"
     meanings: ClassVar[dict[str, str]] = {"self_confidence": "predicted probability of the sample's own label (probability, 0 to 1)"}
 
     def prepare(self, setting: Setting) -> None:

@@ -16,16 +16,16 @@ from psgrad.engine.measures.sums import shared_sums
 
 @dataclass
 class CosineToClassMean(Measure):
-    """Does a sample pull where the samples of its label pull? The mean has the sample itself in it: alone in its class it has cosine 1."""
+    """Whether a sample's gradient points like those of its label. The mean includes the sample: alone in its class it has cosine 1."""
 
     name: ClassVar[str] = "cosine_to_class_mean"
     title: ClassVar[str] = "Cosine to the class's mean gradient"
     formula: ClassVar[str] = "<g_i, gbar_c> / (|g_i| |gbar_c|), gbar_c the mean of g_j over the samples j with label c = y_i"
     unit: ClassVar[str] = "cosine, -1 to 1"
     source: ClassVar[str] = "Fort, Nowak, Jastrzebski, Narayanan: Stiffness (2019), section 2.2, of one sample with the mean of its class"
-    cost: ClassVar[str] = "as cosine_to_mean, with which it shares the sums; memory for 16 bytes a class and parameter"
+    cost: ClassVar[str] = "as cosine_to_mean, whose sums it shares; 16 bytes of memory for each class and parameter"
     meanings: ClassVar[dict[str, str]] = {
-        "cosine_to_class_mean": "cosine between the gradient and its label's mean gradient; empty where either is zero (-1 to 1)"
+        "cosine_to_class_mean": "cosine between the gradient and its label's mean gradient; empty if either is zero (-1 to 1)"
     }
     needs_factors = True
     looks_twice = True

@@ -13,7 +13,7 @@ from psgrad.engine.measures.sums import shared_sums
 
 @dataclass
 class CosineToMean(Measure):
-    """Does a sample pull where all samples together pull? The mean has the sample itself in it."""
+    """Whether a sample's gradient points like the mean of all samples. The mean includes the sample itself."""
 
     name: ClassVar[str] = "cosine_to_mean"
     title: ClassVar[str] = "Cosine to the mean gradient"
@@ -21,10 +21,10 @@ class CosineToMean(Measure):
     unit: ClassVar[str] = "cosine, -1 to 1"
     source: ClassVar[str] = "Fort, Nowak, Jastrzebski, Narayanan: Stiffness (2019), section 2, of one sample with the mean of all"
     cost: ClassVar[str] = (
-        "a sum and an inner product a sample, a tenth of the pass each; a second look, from memory where the gradients fit"
+        "a sum and one inner product for each sample, a tenth of the pass each; a second pass, from memory if the gradients fit"
     )
     meanings: ClassVar[dict[str, str]] = {
-        "cosine_to_mean": "cosine between the sample's gradient and the mean gradient; empty where either is zero (-1 to 1)"
+        "cosine_to_mean": "cosine between the sample's gradient and the mean gradient; empty if either is zero (-1 to 1)"
     }
     needs_factors = True
     looks_twice = True

@@ -24,15 +24,15 @@ _ROUNDINGS = 16
 class CovarianceSpectrum(Measure):
     """The largest eigenvalues of the covariance of the samples' gradients, with their shares of its trace.
 
-    Of few samples the eigenvalues are exact, those of the samples' inner products, which are the same but for zeros. So they are where
-    projected_gradients keeps the whole gradient. Else they are those of the projected gradients' covariance: one that stands clear of
-    the others is right to a `standard_error` of sqrt(2 / dimension) of itself, and is too large by about `lift`, the other eigenvalues'
-    sum over the dimension. Eigenvalues near or below trace / dimension (`floor`) can't be told from the rest. The trace is always that
-    of the whole gradients, by their norms and their mean.
+    For few samples the eigenvalues are exact: those of the samples' inner products, which are the same except for zeros. They are also
+    exact if projected_gradients keeps the whole gradient. Otherwise they are those of the projected gradients' covariance. Such an
+    eigenvalue, if it is separate from the others, has a `standard_error` of sqrt(2 / dimension) of itself, and is too large by about
+    `lift`, the sum of the other eigenvalues divided by the dimension. Eigenvalues near or below trace / dimension (`floor`) cannot be
+    separated from the rest. The trace is always that of the whole gradients, computed from their norms and their mean.
 
     Options:
         top: how many eigenvalues are listed.
-        exact_up_to: samples of which all inner products are taken.
+        exact_up_to: the largest number of samples for which all inner products are computed.
     """
 
     top: int = 20
@@ -43,13 +43,13 @@ class CovarianceSpectrum(Measure):
     formula: ClassVar[str] = (
         "eigenvalues of S = sum_i (g_i - mean) (g_i - mean)' / (n - 1); share: eigenvalue / tr S; effective rank: (tr S)^2 / tr S^2"
     )
-    unit: ClassVar[str] = "squared loss per squared unit of parameter"
+    unit: ClassVar[str] = "squared {loss} per squared unit of parameter"
     source: ClassVar[str] = (
         "Jastrzebski et al.: The Break-Even Point on Optimization Trajectories of Deep Neural Networks (2020), section 3; projected: "
         "Johnson, Lindenstrauss (1984)"
     )
     cost: ClassVar[str] = (
-        "the summed gradient (one for all measures that use it) and an eigendecomposition of dimension x dimension; of up to exact_up_to "
+        "the summed gradient (one for all measures that use it) and an eigendecomposition of dimension x dimension; for up to exact_up_to "
         "samples all inner products"
     )
     needs: ClassVar[tuple[str, ...]] = (COLUMN,)

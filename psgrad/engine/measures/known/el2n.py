@@ -21,7 +21,7 @@ class EL2N(Measure):
     formula: ClassVar[str] = "|softmax(z) - onehot(y)|_2"
     unit: ClassVar[str] = "probability, 0 to sqrt(2)"
     source: ClassVar[str] = "Paul, Ganguli, Dziugaite: Deep Learning on a Data Diet (2021), definition 2.2"
-    cost: ClassVar[str] = "nothing beside the pass: it reads the outputs"
+    cost: ClassVar[str] = "nothing beyond the pass: it uses the outputs"
     meanings: ClassVar[dict[str, str]] = {"el2n": "distance of the predicted probabilities from the label's (probability, 0 to sqrt(2))"}
 
     def prepare(self, setting: Setting) -> None:

@@ -16,7 +16,7 @@ from psgrad.engine.measures.refusals import require_classes
 
 @dataclass
 class EL2NOverCheckpoints(Measure):
-    """Mean and spread of the error L2-norm over the checkpoints of one run, or those of several runs; el2n is that at model.checkpoint."""
+    """Mean and spread of the error L2-norm over the checkpoints of one run, or of several runs; el2n is the value at model.checkpoint."""
 
     name: ClassVar[str] = "el2n_over_checkpoints"
     title: ClassVar[str] = "Error L2-norm over checkpoints"
@@ -25,7 +25,7 @@ class EL2NOverCheckpoints(Measure):
     source: ClassVar[str] = (
         "Paul, Ganguli, Dziugaite: Deep Learning on a Data Diet (2021), definition 2.2: the mean over seeds, early in training"
     )
-    cost: ClassVar[str] = "a pass of norms a checkpoint, shared with the other measures over checkpoints"
+    cost: ClassVar[str] = "one pass of norms for each checkpoint, shared with the other measures over checkpoints"
     meanings: ClassVar[dict[str, str]] = {
         "el2n_mean": "distance of the predicted probabilities from the label's, mean over the checkpoints (probability, 0 to sqrt(2))",
         "el2n_std": "its standard deviation over the checkpoints (probability; T - 1 in the denominator)",

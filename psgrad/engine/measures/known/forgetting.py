@@ -14,26 +14,26 @@ from psgrad.engine.measures.moments import History, require_labels, require_mome
 
 @dataclass
 class Forgetting(Measure):
-    """Forgetting events between the checkpoints; what happens between two of them is not seen."""
+    """Forgetting events between the checkpoints; events between two neighbouring checkpoints are missed."""
 
     name: ClassVar[str] = "forgetting"
     title: ClassVar[str] = "Forgetting events"
-    formula: ClassVar[str] = "sum_t max(0, r_t - r_t+1), r_t = 1 where the prediction at checkpoint t is right, else 0"
+    formula: ClassVar[str] = "sum_t max(0, r_t - r_t+1), r_t = 1 if the prediction at checkpoint t is right, else 0"
     unit: ClassVar[str] = "events"
     source: ClassVar[str] = (
         "Toneva et al.: An Empirical Study of Example Forgetting during Deep Neural Network Learning (ICLR 2019), section 3; "
-        "there r_t is taken at each step that sees the sample, here at the checkpoints"
+        "there r_t is computed at each step that uses the sample, here at the checkpoints"
     )
-    cost: ClassVar[str] = "a pass of norms a checkpoint, shared with the other measures over checkpoints"
+    cost: ClassVar[str] = "one pass of norms for each checkpoint, shared with the other measures over checkpoints"
     meanings: ClassVar[dict[str, str]] = {
         "forgetting_events": (
-            "how often it went from right to wrong between two checkpoints; T, the number of checkpoints, for a sample that was never "
-            "right (it sorts above all that were, who have T/2 at most). With positions: r_t is the share of positions that are right, and "
-            "the events are the shares lost, added up (events)"
+            "how often it changed from right to wrong between two checkpoints; T, the number of checkpoints, for a sample that was never "
+            "right (it sorts above all others, which have at most T/2). With positions: r_t is the share of positions that are right, and "
+            "the events are the sum of the shares that were lost (events)"
         ),
-        "never_learnt": "1 where no checkpoint was right about it (in no position), else 0",
-        "unforgettable": "1 where it was learnt and nothing of it was lost afterwards, else 0",
-        "first_learnt": "the first checkpoint, counted from 1, that was right about it (in some position); NaN if none was",
+        "never_learnt": "1 if the prediction was right at no checkpoint (in no position), else 0",
+        "unforgettable": "1 if it was learnt and not lost afterwards, else 0",
+        "first_learnt": "the first checkpoint, counted from 1, whose prediction was right (in some position); NaN if there is none",
     }
     needs: ClassVar[tuple[str, ...]] = ("moments",)
 

@@ -12,7 +12,7 @@ from psgrad.engine.measures.measure import Arrays
 
 @dataclass
 class GradientXInput(Attribution):
-    """The gradient in the input times the input, entry by entry; where inputs are ids, of what the embeddings look up for them.
+    """The gradient in the input times the input, entry by entry; for inputs of ids, of the embeddings that are looked up.
 
     Options:
         of: what is attributed: loss, or the output for the class of the label (target) or of the model's own prediction (prediction).
@@ -23,15 +23,15 @@ class GradientXInput(Attribution):
     name: ClassVar[str] = "gradient_x_input"
     title: ClassVar[str] = "Gradient x input"
     formula: ClassVar[str] = "sum_i x_i d l / d x_i"
-    unit: ClassVar[str] = "loss (or logit)"
+    unit: ClassVar[str] = "{loss} (or logit)"
     source: ClassVar[str] = (
         "Shrikumar et al.: Not Just a Black Box: Learning Important Features Through Propagating Activation Differences (2016), section 2.1"
     )
-    cost: ClassVar[str] = "a pass of its own, forward and back, without gradients of parameters"
+    cost: ClassVar[str] = "a pass of its own, forward and backward, without gradients of parameters"
     meanings: ClassVar[dict[str, str]] = {
-        "gradient_x_input": "rise of the loss (or logit) per relative growth of the whole input: the sum over its parts (loss or logit)",
-        "gradient_x_input_l1": "the sum over the parts of their absolute values (loss or logit)",
-        "gradient_x_input_<i>": "the sum over the parts of input i alone, where the model takes several",
+        "gradient_x_input": "rise of the loss (or logit) per relative growth of the whole input: the sum over its parts ({loss} or logit)",
+        "gradient_x_input_l1": "the sum over the parts of their absolute values ({loss} or logit)",
+        "gradient_x_input_<i>": "the sum over the parts of input i alone, if the model has several inputs",
     }
     draws: ClassVar[bool] = True
 

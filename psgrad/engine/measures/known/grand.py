@@ -15,21 +15,21 @@ from psgrad.engine.measures.moments.agreement import disagreement, rank_correlat
 
 @dataclass
 class GraNd(Measure):
-    """Mean and spread of the gradient norm over the checkpoints of one run, or the ends (or beginnings) of several runs."""
+    """Mean and spread of the gradient norm over the checkpoints of one run, or over the last (or first) checkpoints of several runs."""
 
     name: ClassVar[str] = "grand"
     title: ClassVar[str] = "GraNd, the mean gradient norm over checkpoints"
     formula: ClassVar[str] = "mean_t |g_i(theta_t)|_2, g_i the gradient of the sample's loss in all parameters"
-    unit: ClassVar[str] = "loss per unit of parameter"
+    unit: ClassVar[str] = "{loss} per unit of parameter"
     source: ClassVar[str] = (
         "Paul, Ganguli, Dziugaite: Deep Learning on a Data Diet (2021), definition 2.1, early in training and over several seeds; "
         "Kirsch, Does Deep Learning on a Data Diet reproduce? Overall yes, but GraNd at Initialization does not (2023), "
-        "found no use in it at initialisation, where it goes with the norm of the input"
+        "found no use in it at initialisation, where it follows the norm of the input"
     )
-    cost: ClassVar[str] = "a pass of norms a checkpoint, shared with the other measures over checkpoints"
+    cost: ClassVar[str] = "one pass of norms for each checkpoint, shared with the other measures over checkpoints"
     meanings: ClassVar[dict[str, str]] = {
-        "grand": "gradient norm, mean over the checkpoints (loss per unit of parameter); NaN where it is not finite at one of them",
-        "grand_std": "its standard deviation over the checkpoints (loss per unit of parameter; T - 1 in the denominator)",
+        "grand": "gradient norm, mean over the checkpoints ({loss} per unit of parameter); NaN if it is not finite at one of them",
+        "grand_std": "its standard deviation over the checkpoints ({loss} per unit of parameter; T - 1 in the denominator)",
     }
     needs: ClassVar[tuple[str, ...]] = ("moments",)
 

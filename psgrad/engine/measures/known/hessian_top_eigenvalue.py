@@ -18,11 +18,11 @@ from psgrad.engine.measures.row_passes import Inputs, random_normals, refusing, 
 
 @dataclass
 class HessianTopEigenvalue(Measure):
-    """The largest eigenvalue with its sign, as in work on sharpness, not the largest magnitude; the same iterations give the lowest one,
-    so that the largest magnitude is the larger of both. The first vector is drawn for each sample by its row.
+    """The largest eigenvalue with its sign, as in work on sharpness, not the largest magnitude. The same iterations give the lowest one;
+    the largest magnitude is the larger of both. The first vector is drawn for each sample from the number of its row.
 
-    A Ritz value never exceeds the largest eigenvalue (but for rounding), and the residual tells how near to it there is some eigenvalue.
-    Where the residual is large beside the value, more iterations are needed.
+    A Ritz value never exceeds the largest eigenvalue (except for rounding). An eigenvalue lies within the residual of it. If the residual
+    is large compared with the value, more iterations are needed.
 
     Options:
         iterations: Lanczos steps for each sample, at least 2: products with its Hessian, and vectors that are kept.
@@ -33,18 +33,18 @@ class HessianTopEigenvalue(Measure):
     name: ClassVar[str] = "hessian_top_eigenvalue"
     title: ClassVar[str] = "Largest eigenvalue of the Hessian"
     formula: ClassVar[str] = "max_v v' (d2 l / d theta2) v over unit vectors v, by Lanczos with full reorthogonalisation"
-    unit: ClassVar[str] = "loss per squared unit of parameter"
+    unit: ClassVar[str] = "{loss} per squared unit of parameter"
     source: ClassVar[str] = (
         "Lanczos iteration: Parlett, The Symmetric Eigenvalue Problem (1998), chapter 13, residual bound theorem 4.5.1; as sharpness: "
         "Cohen et al.: Gradient Descent on Neural Networks Typically Occurs at the Edge of Stability (2021), section 2"
     )
     cost: ClassVar[str] = (
-        "a pass of its own; for each iteration about three times the pass for gradients; iterations x p numbers a sample are kept"
+        "a pass of its own; for each iteration about three times the pass for gradients; iterations x p numbers are kept for each sample"
     )
     meanings: ClassVar[dict[str, str]] = {
-        "hessian_top_eigenvalue": "largest curvature of the sample's loss along any direction (loss per squared unit of parameter)",
+        "hessian_top_eigenvalue": "largest curvature of the sample's loss in any direction ({loss} per squared unit of parameter)",
         "hessian_top_residual": "within this distance of hessian_top_eigenvalue lies an eigenvalue of the Hessian (the same unit)",
-        "hessian_lowest_eigenvalue": "lowest curvature along any direction, mostly negative (the same unit)",
+        "hessian_lowest_eigenvalue": "lowest curvature in any direction, mostly negative (the same unit)",
         "hessian_lowest_residual": "within this distance of hessian_lowest_eigenvalue lies an eigenvalue of the Hessian (the same unit)",
     }
 

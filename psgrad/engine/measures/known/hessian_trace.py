@@ -20,13 +20,13 @@ _AT_ONCE = 8
 
 @dataclass
 class HessianTrace(Measure):
-    """Estimated by Hutchinson's method: the mean of z'Hz over vectors z of random signs, drawn for each sample by its row.
+    """Estimated by Hutchinson's method: the mean of z'Hz over vectors z of random signs, drawn for each sample from the number of its row.
 
-    Where a model has no more parameters than there are probes, unit vectors take their place, and the trace is exact. A negative trace
-    says that the sample's loss bends downwards along more directions, or more sharply, than upwards.
+    If a model has no more parameters than there are probes, unit vectors are used instead, and the trace is exact. A negative trace says
+    that the loss curves downwards in more directions, or more strongly, than upwards.
 
     Options:
-        probes: random vectors for each sample, at least 2. The standard error falls with their square root.
+        probes: random vectors for each sample, at least 2. The standard error is divided by the square root of their number.
     """
 
     probes: int = 32
@@ -34,15 +34,15 @@ class HessianTrace(Measure):
     name: ClassVar[str] = "hessian_trace"
     title: ClassVar[str] = "Trace of the Hessian"
     formula: ClassVar[str] = "tr(d2 l / d theta2), estimated as mean_j z_j' H z_j with z_j of random signs"
-    unit: ClassVar[str] = "loss per squared unit of parameter, summed over the parameters"
+    unit: ClassVar[str] = "{loss} per squared unit of parameter, summed over the parameters"
     source: ClassVar[str] = (
         "Hutchinson: A stochastic estimator of the trace of the influence matrix for Laplacian smoothing splines (1990), section 2; "
         "for networks: Yao et al.: PyHessian (2020), section 3.2"
     )
     cost: ClassVar[str] = "a pass of its own; for each probe about three times the pass for gradients"
     meanings: ClassVar[dict[str, str]] = {
-        "hessian_trace": "sum of the curvatures of the sample's loss along all parameters (loss per squared unit of parameter)",
-        "hessian_trace_error": "standard error of hessian_trace over the probes, 0 where it is exact (the same unit)",
+        "hessian_trace": "sum of the curvatures of the sample's loss along all parameters ({loss} per squared unit of parameter)",
+        "hessian_trace_error": "standard error of hessian_trace over the probes, 0 if it is exact (the same unit)",
     }
 
     def __post_init__(self) -> None:

@@ -16,16 +16,16 @@ from psgrad.engine.measures.measure import Arrays
 
 @dataclass
 class IntegratedGradients(Attribution):
-    """The mean gradient along the line from the baseline to the input, times their difference. All parts together make up what the loss
-    (or logit) rises by from the baseline to the input; how far the sum misses that is the gap, the error of the integral.
+    """The mean gradient along the line from the baseline to the input, times their difference. The sum of all parts is the rise of the loss
+    (or logit) from the baseline to the input. The gap is the error of this sum, that is, of the integral.
 
-    Where the gap is large beside the sum of absolute values, take more steps: kinks (ReLU) and steep paths need them.
+    If the gap is large compared with the sum of absolute values, use more steps: kinks (ReLU) and steep paths need them.
 
     Options:
         of: what is attributed: loss, or the output for the class of the label (target) or of the model's own prediction (prediction).
-        steps: points of the Gauss-Legendre rule along the way, at least 1.
-        baseline: the value of every entry of an input where the way begins, and of every entry of what embeddings look up.
-        baseline_token: where inputs are ids, the id whose embedding the way begins at, in the place of `baseline` (a padding token).
+        steps: points of the Gauss-Legendre rule along the line, at least 1.
+        baseline: the value of every entry of an input at the start of the line, and of every entry of embeddings.
+        baseline_token: for inputs of ids, the id whose embedding is the start of the line, in place of `baseline` (a padding token).
     """
 
     of: Of = "loss"
@@ -36,14 +36,14 @@ class IntegratedGradients(Attribution):
     name: ClassVar[str] = "integrated_gradients"
     title: ClassVar[str] = "Integrated gradients"
     formula: ClassVar[str] = "sum_i (x_i - b_i) integral_0^1 d l / d x_i at b + t (x - b) dt"
-    unit: ClassVar[str] = "loss (or logit)"
+    unit: ClassVar[str] = "{loss} (or logit)"
     source: ClassVar[str] = "Sundararajan, Taly, Yan: Axiomatic Attribution for Deep Networks (2017), section 3, equation 1"
-    cost: ClassVar[str] = "a pass of its own; each step is a pass forward and back, without gradients of parameters"
+    cost: ClassVar[str] = "a pass of its own; each step is a forward and backward pass, without gradients of parameters"
     meanings: ClassVar[dict[str, str]] = {
-        "integrated_gradients": "the sum over the parts: what the loss (or logit) rises by from the baseline to the input (loss or logit)",
-        "integrated_gradients_l1": "the sum over the parts of their absolute values (loss or logit)",
-        "integrated_gradients_gap": "the sum less the rise itself, 0 where the integral is exact (loss or logit)",
-        "integrated_gradients_<i>": "the sum over the parts of input i alone, where the model takes several",
+        "integrated_gradients": "the sum over the parts: the rise of the loss (or logit) from the baseline to the input ({loss} or logit)",
+        "integrated_gradients_l1": "the sum over the parts of their absolute values ({loss} or logit)",
+        "integrated_gradients_gap": "the sum minus the rise, 0 if the integral is exact ({loss} or logit)",
+        "integrated_gradients_<i>": "the sum over the parts of input i alone, if the model has several inputs",
     }
 
     def __post_init__(self) -> None:

@@ -18,11 +18,11 @@ OF_THE_MODEL = "(model)"
 
 @dataclass
 class LayerNorms(Measure):
-    """A column for each layer, or for each parameter; of a model with more of them an array, [n, layers] float32.
+    """A column for each layer, or for each parameter; an array [n, layers] float32 if the model has more of them.
 
     Options:
         per: module (the parameters of one layer together) or parameter.
-        columns_up_to: how many layers may have a column of their own, a number of layers.
+        columns_up_to: the largest number of layers that get a column each.
     """
 
     per: Literal["module", "parameter"] = "module"
@@ -31,11 +31,11 @@ class LayerNorms(Measure):
     name: ClassVar[str] = "layer_norms"
     title: ClassVar[str] = "Norms by layer"
     formula: ClassVar[str] = "|g_i,m|_2, g_i,m the part of g_i in the parameters of layer m"
-    unit: ClassVar[str] = "loss per unit of parameter"
+    unit: ClassVar[str] = "{loss} per unit of parameter"
     source: ClassVar[str] = "the definition; the squares over all layers add up to grad_norm squared"
-    cost: ClassVar[str] = "nothing beside the pass: the norms are there"
+    cost: ClassVar[str] = "nothing beyond the pass: the norms are computed anyway"
     meanings: ClassVar[dict[str, str]] = {
-        "layer_norm.<layer>": "norm of the sample's gradient in the parameters of this layer (loss per unit of parameter)"
+        "layer_norm.<layer>": "norm of the sample's gradient in the parameters of this layer ({loss} per unit of parameter)"
     }
 
     def __post_init__(self) -> None:

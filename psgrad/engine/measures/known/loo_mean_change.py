@@ -21,11 +21,11 @@ class LooMeanChange(Measure):
     name: ClassVar[str] = "loo_mean_change"
     title: ClassVar[str] = "Leave-one-out change of the mean gradient"
     formula: ClassVar[str] = "|gbar - gbar without i| = |g_i - gbar| / (n - 1)"
-    unit: ClassVar[str] = "loss per unit of parameter"
+    unit: ClassVar[str] = "{loss} per unit of parameter"
     source: ClassVar[str] = "the jackknife of a mean: Efron, Tibshirani: An Introduction to the Bootstrap (1993), section 11.5"
-    cost: ClassVar[str] = "as cosine_to_mean, with which it shares the sum and the inner products"
+    cost: ClassVar[str] = "as cosine_to_mean, whose sum and inner products it shares"
     meanings: ClassVar[dict[str, str]] = {
-        "loo_mean_change": "how far the mean gradient moves without this sample; empty for the only one (loss per unit of parameter)"
+        "loo_mean_change": "how far the mean gradient moves without this sample; empty if it is the only one ({loss} per unit of parameter)"
     }
     needs_factors = True
     looks_twice = True

@@ -16,7 +16,7 @@ from psgrad.engine.measures.refusals import require_classes
 
 @dataclass
 class Margin(Measure):
-    """The label's logit less the largest of the others. Below zero the prediction is wrong."""
+    """The label's logit minus the largest of the others. Below zero the prediction is wrong."""
 
     name: ClassVar[str] = "margin"
     title: ClassVar[str] = "Logit margin"
@@ -25,7 +25,7 @@ class Margin(Measure):
     source: ClassVar[str] = (
         "Pleiss, Zhang, Elenberg, Weinberger: Identifying Mislabeled Data using the Area Under the Margin Ranking (2020), eq. 1"
     )
-    cost: ClassVar[str] = "nothing beside the pass: it reads the outputs"
+    cost: ClassVar[str] = "nothing beyond the pass: it uses the outputs"
     meanings: ClassVar[dict[str, str]] = {
         "margin": "how far the label's logit is above the largest other one; below zero is a wrong prediction (nats)"
     }

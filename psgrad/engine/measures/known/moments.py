@@ -21,14 +21,14 @@ from psgrad.engine.objective import Objective
 
 
 class Moments(Measure):
-    """Loss, gradient norm and prediction of each sample at each checkpoint; kept for the measures that need it, and then dropped."""
+    """Loss, gradient norm and prediction of each sample at each checkpoint, for the measures that need them; not stored afterwards."""
 
     name: ClassVar[str] = "moments"
     title: ClassVar[str] = "Checkpoints, each passed once"
     formula: ClassVar[str] = "loss l_i(theta_t), norm |g_i(theta_t)|, probability of the label, prediction, at each checkpoint t"
     unit: ClassVar[str] = "as loss and grad_norm"
-    source: ClassVar[str] = "none: it is what grand, el2n_over_checkpoints, forgetting and trajectory share"
-    cost: ClassVar[str] = "a pass of norms a checkpoint; several at once where that is priced lower (numbers.way says which)"
+    source: ClassVar[str] = "none: grand, el2n_over_checkpoints, forgetting and trajectory use it"
+    cost: ClassVar[str] = "one pass of norms for each checkpoint; several at once if that is priced lower (numbers.way says which)"
 
     def prepare(self, setting: Setting) -> None:
         require_moments(self, setting, 1, "the samples pass at each")

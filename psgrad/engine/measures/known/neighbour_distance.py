@@ -19,18 +19,18 @@ _ROWS = 4096
 
 @dataclass
 class NeighbourDistance(Measure):
-    """The mean distance to the nearest samples in the space of projected gradients, Euclidean and by angle, and who they are.
+    """The mean distance to the nearest samples in the space of projected gradients, Euclidean and by angle, and the nearest sample.
 
-    Among more than `reference` samples the neighbours are looked for in a random subset of so many, by the seed of the run: time and
-    memory then grow with the samples, not with their square, and distances are longer than among all, for all samples alike. A sample
-    is never its own neighbour. A zero gradient has no angle with others. `distance_error` is how far a distance between projections is
-    from that of the gradients, relative to it, at one standard deviation.
+    If there are more than `reference` samples, the neighbours are searched in a random subset of that size, drawn with the run's seed.
+    Time and memory then grow with the samples, not with their square, and distances are longer than among all, for all samples alike.
+    A sample is never its own neighbour. A zero gradient has no angle with others. `distance_error` is the relative error of a distance
+    between projections, at one standard deviation.
 
     Options:
-        neighbours: how many; as many as there are, where there are fewer.
-        reference: samples among which neighbours are looked for, at most.
+        neighbours: how many; all, if there are fewer.
+        reference: the largest number of samples among which neighbours are searched.
         save: whether all neighbours are written to measures/neighbour_distance.safetensors, as rows of the dataset, nearest first:
-            `neighbours` by Euclidean distance and `neighbours_by_angle`, [samples, neighbours], -1 where there are none.
+            `neighbours` by Euclidean distance and `neighbours_by_angle`, [samples, neighbours], -1 if there are none.
     """
 
     neighbours: int = 10
@@ -40,15 +40,15 @@ class NeighbourDistance(Measure):
     name: ClassVar[str] = "neighbour_distance"
     title: ClassVar[str] = "Distance to the nearest gradients"
     formula: ClassVar[str] = "mean over the k nearest j of |P g_i - P g_j|_2, or of 1 - cos(P g_i, P g_j)"
-    unit: ClassVar[str] = "loss per unit of parameter; by angle 0 to 2"
+    unit: ClassVar[str] = "{loss} per unit of parameter; by angle 0 to 2"
     source: ClassVar[str] = "Angiulli, Pizzuti: Fast Outlier Detection in High Dimensional Spaces (2002), definition 1, divided by k"
-    cost: ClassVar[str] = "2 x samples x min(samples, reference) x dimension products, after the pass; memory for `reference` rows beside"
+    cost: ClassVar[str] = "2 x samples x min(samples, reference) x dimension products, after the pass; and memory for `reference` rows"
     meanings: ClassVar[Mapping[str, str]] = {
-        "neighbour_distance": "mean Euclidean distance to the nearest projected gradients (loss per unit of parameter)",
-        "neighbour_angle_distance": "mean of 1 - cosine to the projected gradients that point most alike (0 to 2)",
-        "neighbour_label_share": "share of the neighbours by angle that have another label (0 to 1); where labels are classes",
+        "neighbour_distance": "mean Euclidean distance to the nearest projected gradients ({loss} per unit of parameter)",
+        "neighbour_angle_distance": "mean of 1 - cosine to the projected gradients with the smallest angle (0 to 2)",
+        "neighbour_label_share": "share of the neighbours by angle that have another label (0 to 1); if labels are classes",
         "nearest_neighbour": "row of the sample whose projected gradient is nearest by Euclidean distance (-1: none)",
-        "nearest_by_angle": "row of the sample whose projected gradient points most alike (-1: none)",
+        "nearest_by_angle": "row of the sample whose projected gradient has the smallest angle (-1: none)",
     }
     needs: ClassVar[tuple[str, ...]] = (COLUMN,)
 

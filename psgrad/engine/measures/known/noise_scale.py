@@ -18,19 +18,19 @@ _ALONG_MEAN = "noise_scale.along_mean"
 
 @dataclass
 class NoiseScale(Measure):
-    """tr(Sigma) / |G|^2, each estimated without bias, divided afterwards. Undefined where the estimate of |G|^2 is not above zero.
+    """tr(Sigma) / |G|^2, each estimated without bias, then divided. Undefined if the estimate of |G|^2 is not above zero.
 
-    In measures.json stand `noise_scale` (samples), `square_mean` (|G|^2) and `noise` (tr Sigma) with their intervals, `samples` (n) and
-    `status`: "defined", or "undefined" with the reason; an end of an interval that is not bounded is null.
+    measures.json has `noise_scale` (samples), `square_mean` (|G|^2) and `noise` (tr Sigma) with their intervals, `samples` (n) and
+    `status`: "defined", or "undefined" with the reason. An unbounded end of an interval is null.
 
     The interval is of `resamples` bootstrap resamples. A resample averages the samples' jackknife values n T - (n - 1) T_without_i, which
     are exact and follow from |g_i|^2 and <g_i, gbar>, and adds a normal draw for the term of second order, of variance 2 tr(Sigma^2) / n^2
     with tr(Sigma^2) taken as tr(Sigma) times the variance along gbar. In simulations of 200 samples an interval of 95 % holds the true
-    value 90 to 100 times in a hundred, most often where |G|^2 is lost in noise.
+    value 90 to 100 times in a hundred, most often if |G|^2 is small compared with the noise.
 
     Options:
-        resamples: bootstrap resamples, a number; 0 for no interval, and no second look at the gradients.
-        level: how often the interval shall hold the true value, a probability.
+        resamples: number of bootstrap resamples; 0 for no interval and no second pass.
+        level: the probability that the interval contains the true value.
     """
 
     resamples: int = 1000
@@ -43,7 +43,7 @@ class NoiseScale(Measure):
     )
     unit: ClassVar[str] = "samples"
     source: ClassVar[str] = "McCandlish, Kaplan, Amodei: An Empirical Model of Large-Batch Training (2018), section 2.2 and appendix A.1"
-    cost: ClassVar[str] = "a sum, a tenth of the pass; with an interval as cosine_to_mean, with which it shares both"
+    cost: ClassVar[str] = "a sum, a tenth of the pass; with an interval as cosine_to_mean, whose sum and inner products it shares"
     meanings: ClassVar[dict[str, str]] = {}
     needs_factors = True
 

@@ -25,15 +25,15 @@ LARGEST = 8192
 class NTK(Measure):
     """The kernel of a linearised model: J_i the gradients of sample i's outputs (logits), a row for each of its C numbers.
 
-    It is taken of some samples, as many of each class, drawn by the run's seed; samples that are not finite are left out. The kernel
-    [samples x C, samples x C] has no more memory than it takes itself: gradients are contracted by their factors. The trace kernel is its
-    mean over outputs, [samples, samples]; the spectrum, the blocks by class and the alignment with the labels are the trace kernel's,
-    the condition numbers are of both, and each output (logit) has a kernel of its own in the table `outputs`. A condition number is
-    empty where the smallest eigenvalue is nothing but rounding: the kernel then has not full rank.
+    It is computed for some samples, equally many of each class, drawn with the run's seed; samples that are not finite are left out. The
+    kernel [samples x C, samples x C] needs only its own memory: gradients are contracted by their factors. The trace kernel is its mean
+    over outputs, [samples, samples]. The spectrum, the blocks by class and the alignment with the labels are those of the trace kernel;
+    the condition numbers are of both; and each output (logit) has a kernel of its own in the table `outputs`. A condition number is
+    empty if the smallest eigenvalue is only rounding: the kernel then has not full rank.
 
     Options:
-        samples: how many, at most.
-        save: whether the kernel of all outputs is kept beside the trace kernel, as `kernel` [samples, C, samples, C].
+        samples: the largest number of samples.
+        save: whether the kernel of all outputs is stored beside the trace kernel, as `kernel` [samples, C, samples, C].
     """
 
     samples: int = 256
@@ -49,7 +49,7 @@ class NTK(Measure):
     source: ClassVar[str] = (
         "Jacot, Gabriel, Hongler: Neural Tangent Kernel (2018), section 4; alignment: Cortes, Mohri, Rostamizadeh (2012), definition 4"
     )
-    cost: ClassVar[str] = "C passes back for each of `samples` samples, (samples x C)^2 inner products, and their eigenvalues"
+    cost: ClassVar[str] = "C backward passes for each of `samples` samples, (samples x C)^2 inner products, and their eigenvalues"
 
     def __post_init__(self) -> None:
         if self.samples < 1:

@@ -23,14 +23,14 @@ _COPIES = 2
 
 @dataclass
 class ProjectedGradients(Measure):
-    """A row of few numbers for each sample, which other measures and the detectors of outliers look at.
+    """A row of few numbers for each sample, for other measures and for the detectors of outliers.
 
     Options:
-        dimension: columns of the projection; 1 / sqrt(dimension) is the error of a cosine. Where a gradient has no more numbers than
+        dimension: columns of the projection; 1 / sqrt(dimension) is the error of a cosine. If a gradient has no more numbers than
             that, nothing is projected.
-        kind: 'sparse' (a few instructions a number), 'rademacher' or 'gaussian' (`dimension` products a number), or 'none', all numbers
-            of all parameters. Two-sided projections are not among them: their error differs from layer to layer, and is not told by
-            the number of columns.
+        kind: 'sparse' (a few instructions for each number), 'rademacher' or 'gaussian' (`dimension` products for each number), or
+            'none', all numbers of all parameters. There is no two-sided projection: its error differs from layer to layer, and does
+            not follow from the number of columns.
         save: whether the rows are written to measures/projected_gradients.safetensors, [samples, dimension].
     """
 
@@ -41,13 +41,14 @@ class ProjectedGradients(Measure):
     name: ClassVar[str] = COLUMN
     title: ClassVar[str] = "Projected gradients"
     formula: ClassVar[str] = "P g_i, with E[<P g_i, P g_j>] = <g_i, g_j>"
-    unit: ClassVar[str] = "loss per unit of parameter"
+    unit: ClassVar[str] = "{loss} per unit of parameter"
     source: ClassVar[str] = (
         "Achlioptas: Database-friendly random projections (2003), theorem 1.1; sparse: Kane, Nelson: Sparser Johnson-Lindenstrauss "
         "transforms (2014), section 3"
     )
     cost: ClassVar[str] = (
-        "one pass over the numbers of each gradient ('sparse'), or `dimension` products a number; 4 bytes x samples x dimension of memory"
+        "one pass over the numbers of each gradient ('sparse'), or `dimension` products for each number; "
+        "4 bytes x samples x dimension of memory"
     )
     needs_factors = True
 

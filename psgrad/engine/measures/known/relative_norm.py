@@ -19,22 +19,22 @@ _QUANTILES = {"q05": 0.05, "median": 0.5, "q95": 0.95}
 
 @dataclass
 class RelativeNorm(Measure):
-    """How far a step of size 1 along this sample's gradient would move the parameters, as a share of what they are.
+    """How far a step of size 1 along this sample's gradient would move the parameters, as a share of their norm.
 
-    The layers' names stand in measures.json, in the order that `relative_norm_layer` counts in, from 0 on. A layer whose parameters
-    are all zero has no relative norm. The table `parameters` has the samples' distribution for each parameter.
+    measures.json has the names of the layers, in the order of `relative_norm_layer`, from 0. A layer whose parameters are all zero has
+    no relative norm. The table `parameters` has the samples' distribution for each parameter.
     """
 
     name: ClassVar[str] = "relative_norm"
     title: ClassVar[str] = "Norm relative to the parameters"
     formula: ClassVar[str] = "|g_i|_2 / |theta|_2, and for each layer m: |g_i,m|_2 / |theta_m|_2"
-    unit: ClassVar[str] = "loss per unit of parameter, per unit of parameter norm"
-    source: ClassVar[str] = "You, Gitman, Ginsburg: Large Batch Training of Convolutional Networks (2017), section 4, turned over"
-    cost: ClassVar[str] = "nothing beside the pass: the norms are there"
+    unit: ClassVar[str] = "{loss} per unit of parameter, per unit of parameter norm"
+    source: ClassVar[str] = "You, Gitman, Ginsburg: Large Batch Training of Convolutional Networks (2017), section 4, its inverse"
+    cost: ClassVar[str] = "nothing beyond the pass: the norms are computed anyway"
     meanings: ClassVar[dict[str, str]] = {
-        "relative_norm": "norm of the gradient over the norm of all parameters (loss per squared unit of parameter)",
-        "relative_norm_largest": "the largest of the layers' relative norms (loss per squared unit of parameter)",
-        "relative_norm_layer": "which layer has it (a place in the list of layers, from 0 on)",
+        "relative_norm": "norm of the gradient over the norm of all parameters ({loss} per squared unit of parameter)",
+        "relative_norm_largest": "the largest of the layers' relative norms ({loss} per squared unit of parameter)",
+        "relative_norm_layer": "the layer that has it (its place in the list of layers, from 0)",
     }
 
     def prepare(self, setting: Setting) -> None:

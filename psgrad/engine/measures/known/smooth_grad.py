@@ -15,15 +15,15 @@ from psgrad.engine.measures.row_passes import random_normals
 
 @dataclass
 class SmoothGrad(Attribution):
-    """The mean over noisy copies of the input of the gradient there; where inputs are ids, noise is on what the embeddings look up.
+    """The mean of the gradients at noisy copies of the input; for inputs of ids, the noise is added to the embeddings that are looked up.
 
-    The noise is normal, and drawn for each sample by its row. A map holds the mean gradient, with its sign; for ids its norm over the
-    embedding's entries.
+    The noise is normal, and drawn for each sample from the number of its row. A map shows the mean gradient with its sign; for ids, its
+    norm over the entries of the embedding.
 
     Options:
         of: what is differentiated: loss, or the output for the class of the label (target) or of the model's own prediction (prediction).
         samples: noisy copies of each input, at least 1.
-        noise: standard deviation of the noise, as a share of the range of the sample's own values (largest less smallest), more than 0.
+        noise: standard deviation of the noise, as a share of the range of the sample's own values (largest minus smallest), more than 0.
     """
 
     of: Of = "loss"
@@ -33,12 +33,12 @@ class SmoothGrad(Attribution):
     name: ClassVar[str] = "smooth_grad"
     title: ClassVar[str] = "SmoothGrad"
     formula: ClassVar[str] = "|mean_j d l / d x at x + e_j|_2, e_j normal with deviation noise x (max x - min x)"
-    unit: ClassVar[str] = "loss (or logit) per unit of input"
+    unit: ClassVar[str] = "{loss} (or logit) per unit of input"
     source: ClassVar[str] = "Smilkov et al.: SmoothGrad: removing noise by adding noise (2017), section 3"
-    cost: ClassVar[str] = "a pass of its own; each noisy copy is a pass forward and back, without gradients of parameters"
+    cost: ClassVar[str] = "a pass of its own; each noisy copy is a forward and backward pass, without gradients of parameters"
     meanings: ClassVar[dict[str, str]] = {
-        "smooth_grad": "L2 norm of the mean gradient in noisy copies of the sample's inputs (loss or logit per unit of input)",
-        "smooth_grad_<i>": "the same of input i alone, where the model takes several",
+        "smooth_grad": "L2 norm of the mean gradient in noisy copies of the sample's inputs ({loss} or logit per unit of input)",
+        "smooth_grad_<i>": "the same of input i alone, if the model has several inputs",
     }
     additive: ClassVar[bool] = False
     draws: ClassVar[bool] = True

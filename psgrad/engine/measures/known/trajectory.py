@@ -19,7 +19,7 @@ _KEPT = ("loss", "grad_norm", "confidence", "right", "prediction")
 
 @dataclass
 class Trajectory(Measure):
-    """Every sample at every checkpoint, and a few numbers that say which way it went."""
+    """Every sample at every checkpoint, and a few numbers that summarise its changes."""
 
     name: ClassVar[str] = "trajectory"
     title: ClassVar[str] = "Trajectories over checkpoints"
@@ -31,13 +31,13 @@ class Trajectory(Measure):
     source: ClassVar[str] = (
         "Swayamdipta et al.: Dataset Cartography: Mapping and Diagnosing Datasets with Training Dynamics (EMNLP 2020), section 2"
     )
-    cost: ClassVar[str] = "a pass of norms a checkpoint, shared with the other measures over checkpoints"
+    cost: ClassVar[str] = "one pass of norms for each checkpoint, shared with the other measures over checkpoints"
     meanings: ClassVar[dict[str, str]] = {
         "mean_confidence": "probability of the label, mean over the checkpoints (0 to 1; of several positions their mean)",
         "variability": "its standard deviation over the checkpoints (probability; T in the denominator)",
         "correctness": "share of the checkpoints whose prediction is right (0 to 1; of several positions their mean)",
-        "loss_slope": "how the loss goes on from checkpoint to checkpoint (units of the loss per checkpoint)",
-        "norm_slope": "how the gradient norm goes on from checkpoint to checkpoint (units of the norm per checkpoint)",
+        "loss_slope": "slope of the loss from checkpoint to checkpoint ({loss} per checkpoint)",
+        "norm_slope": "slope of the gradient norm from checkpoint to checkpoint (units of the norm per checkpoint)",
     }
     needs: ClassVar[tuple[str, ...]] = ("moments",)
 

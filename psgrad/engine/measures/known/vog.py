@@ -24,8 +24,8 @@ from psgrad.errors import MeasureError
 class VoG(Measure):
     """Variance of gradients over the checkpoints of one training run.
 
-    The gradient is taken in the inputs of floats, as they are, and in what embeddings look up for inputs of ids; inputs of whole numbers
-    that no embedding takes are held fixed.
+    The gradient is that in the inputs of floats, and, for inputs of ids, in the embeddings that are looked up. Inputs of integers that no
+    embedding uses are held fixed.
 
     Options:
         of: the output that is differentiated: of the label's class (target), or of the class that each checkpoint predicts (prediction).
@@ -41,7 +41,7 @@ class VoG(Measure):
     )
     unit: ClassVar[str] = "logit per unit of input"
     source: ClassVar[str] = "Agarwal, D'souza, Hooker: Estimating Example Difficulty using Variance of Gradients (CVPR 2022), section 2"
-    cost: ClassVar[str] = "a pass a checkpoint, forward and back to the input, without gradients of parameters"
+    cost: ClassVar[str] = "one pass for each checkpoint, forward and backward to the input, without gradients of parameters"
     meanings: ClassVar[dict[str, str]] = {
         "vog": "standard deviation of the input gradient over the checkpoints, mean over the input's entries (logit per unit of input)",
         "vog_z": "the same in standard deviations from the mean of its class (n in the denominator); NaN in a class without spread",

@@ -46,7 +46,7 @@ _ALIKE = 3
 
 def pld_curve(events: Events, delta: float) -> list[tuple[int, float]]:
     """(steps, epsilon after so many of them) by loss distributions on a coarse grid, at a few places: the first step, the last one, and
-    some between, densest at first.
+    some between, densest at first, where epsilon grows the least like the square root of the steps.
 
     Empty where loss distributions don't cover the steps, or where the steps are of more than _ALIKE kinds, as each point takes long then.
     """
@@ -55,7 +55,8 @@ def pld_curve(events: Events, delta: float) -> list[tuple[int, float]]:
     if not kinds or len(kinds) > _ALIKE or any(why_not_pld(event) for event in kinds):
         return []
     total = sum(kinds.values())
-    places = sorted({max(1, round(total * (place / _FEW_POINTS) ** 2)) for place in range(_FEW_POINTS + 1)})
+    squares = [total * (place / _FEW_POINTS) ** 2 for place in range(1, _FEW_POINTS + 1)]
+    places = sorted({max(1, round(place)) for place in [*(squares[0] ** (part / 3) for part in range(3)), *squares]})
     found = [(place, coarse_epsilon_pld(_first(runs, place), delta).value) for place in places]
     return [(place, epsilon) for place, epsilon in found if epsilon is not None]
 

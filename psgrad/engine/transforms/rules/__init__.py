@@ -1,6 +1,7 @@
 """The rules, one file per operator family. Importing the package fills the table of registry.py."""
 
 from psgrad.engine.transforms.rules import (
+    activations,
     attention,
     branches,
     complex,
@@ -15,9 +16,11 @@ from psgrad.engine.transforms.rules import (
     histograms,
     indexing,
     linear_systems,
+    logarithms,
     losses,
     matmul,
     normalization,
+    norms,
     pairs,
     pooling,
     recurrent,
@@ -30,6 +33,7 @@ from psgrad.engine.transforms.rules import (
 )
 
 __all__ = [
+    "activations",
     "attention",
     "branches",
     "complex",
@@ -44,9 +48,11 @@ __all__ = [
     "histograms",
     "indexing",
     "linear_systems",
+    "logarithms",
     "losses",
     "matmul",
     "normalization",
+    "norms",
     "pairs",
     "pooling",
     "recurrent",

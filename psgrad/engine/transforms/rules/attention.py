@@ -31,11 +31,37 @@ def _attention(level: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         kwargs = {**kwargs, "attn_mask": _to_rank_4(kwargs["attn_mask"])}
     lifted = [_to_rank_4(t) for t in (query, key, value)]
     out = aten.scaled_dot_product_attention.default.decompose(*lifted, *rest, **kwargs)
-    return out.reshape(*out.shape[4 - rank :])
+    return out.reshape(*out.shape[4 - rank :]) + _nan_of_scores(*args, **kwargs)
 
 
 def _to_rank_4(t: torch.Tensor) -> torch.Tensor:
     return t.reshape(*(1,) * (4 - t.dim()), *t.shape)
+
+
+def _nan_of_scores(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """[..., t, 1]: NaN for the queries of which one score is NaN, else zero.
+
+    PyTorch has NaN for them, as it takes matrix products for ranks other than four. The fused kernel takes a query all of whose scores are
+    NaN for one without keys: then that of the first key is NaN. And it does not look at later keys, from whose scores infinity is taken.
+    """
+    if not key.shape[-2]:
+        return 0
+    query, key = query.detach(), key.detach()
+    if kwargs.get("enable_gqa"):
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+    lost = (query * key.narrow(-2, 0, 1)).sum(-1, keepdim=True).isnan()
+    if is_causal:
+        high, low, lost_key = (which.any(-2, keepdim=True) for which in (key == torch.inf, key == -torch.inf, key.isnan()))
+        lost = lost | ((query >= 0) & high | (query <= 0) & low | lost_key).any(-1, keepdim=True)
+    return torch.where(lost, torch.nan, 0).to(query.dtype)
 
 
 def by_matrix_products(
@@ -94,7 +120,10 @@ def _attention_batch(
     out = batch.unfold(op(*folded, mask, dropout_p, is_causal, **kwargs))
     if state.attached:
         out = out.clone()
-    return out.reshape(batch.size, *query.shape[:-1], value.shape[-1]) if rank < 4 else out
+    if rank == 4:
+        return out
+    lost = _nan_of_scores(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
+    return out.reshape(batch.size, *query.shape[:-1], value.shape[-1]) + batch.physical(lost)
 
 
 def _common(*tensors: torch.Tensor) -> tuple[int, ...]:

@@ -94,8 +94,8 @@ def _angle_back(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Zero for a real value, whose angle is a step function, and at the origin."""
     if not x.is_complex():
         return torch.zeros_like(g)
-    safe = torch.where(x == 0, torch.ones_like(x), x)
-    return torch.where(x == 0, torch.zeros_like(x), _imaginary(g) / conj(safe))
+    size = torch.where(x == 0, torch.ones_like(x), x).abs()
+    return torch.where(x == 0, torch.zeros_like(x), g * x / (size * size) * 1j)
 
 
 def _direction_back(g: torch.Tensor, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ elementwise(aten.pow.Tensor_Scalar, x0=lambda out, x, p: lambda g: _pow_base(g, 
 elementwise(aten.pow.Scalar, x1=lambda out, b, x: lambda g: _pow_exponent(g, out, b, x))
 elementwise(
     aten.pow.Tensor_Tensor,
-    x0=lambda out, x, p: lambda g: g * conj(torch.where(p == 0, torch.zeros_like(out), p * x ** (p - 1))),
+    x0=lambda out, x, p: lambda g: _where0(p != 0, g * conj(p * x ** (p - 1))),
     x1=lambda out, x, p: (
         lambda g: g * conj(torch.where((x == 0) & (p.real >= 0 if p.is_complex() else p >= 0), torch.zeros_like(out), out * torch.log(x)))
     ),
@@ -43,14 +43,14 @@ elementwise(
 elementwise(
     aten.addcmul.default,
     x0=lambda out, a, x, y, value=1: lambda g: g,
-    x1=lambda out, a, x, y, value=1: lambda g: _scale(g * conj(y), value),
-    x2=lambda out, a, x, y, value=1: lambda g: _scale(g * conj(x), value),
+    x1=lambda out, a, x, y, value=1: lambda g: g * conj(_scale(y, value)),
+    x2=lambda out, a, x, y, value=1: lambda g: g * conj(_scale(x, value)),
 )
 elementwise(
     aten.addcdiv.default,
     x0=lambda out, a, x, y, value=1: lambda g: g,
-    x1=lambda out, a, x, y, value=1: lambda g: _scale(g / conj(y), value),
-    x2=lambda out, a, x, y, value=1: lambda g: _scale(-g * conj(x / (y * y)), value),
+    x1=lambda out, a, x, y, value=1: lambda g: g * conj(value / y),
+    x2=lambda out, a, x, y, value=1: lambda g: -g * conj(_scale(x, value) / (y * y)),
 )
 elementwise(
     aten.lerp.Scalar,
@@ -65,13 +65,13 @@ elementwise(
 )
 elementwise(
     aten.atan2.default,
-    x0=lambda out, y, x: lambda g: g * _turn(x, x * x + y * y),
-    x1=lambda out, y, x: lambda g: -g * _turn(y, x * x + y * y),
+    x0=lambda out, y, x: lambda g: g * x * _over_square(y, x),
+    x1=lambda out, y, x: lambda g: g * -y * _over_square(y, x),
 )
 elementwise(
     aten.hypot.default,
-    x0=lambda out, x, y: lambda g: g * (x / out),  # at the origin, where there is no derivative, NaN, as PyTorch's
-    x1=lambda out, x, y: lambda g: g * (y / out),
+    x0=lambda out, x, y: lambda g: g * x / out,  # at the origin, where there is no derivative, NaN, as PyTorch's
+    x1=lambda out, x, y: lambda g: g * y / out,
 )
 elementwise(aten.fmod.Scalar, x0=lambda out, x, y: lambda g: g)
 elementwise(aten.remainder.Scalar, x0=lambda out, x, y: lambda g: g)
@@ -83,17 +83,6 @@ elementwise(
 # At a tie the maximum of two equal numbers gives each half of the cotangent, as PyTorch does.
 elementwise(aten.maximum.default, x0=lambda out, x, y: lambda g: _share(g, x, y), x1=lambda out, x, y: lambda g: _share(g, y, x))
 elementwise(aten.minimum.default, x0=lambda out, x, y: lambda g: _share(g, y, x), x1=lambda out, x, y: lambda g: _share(g, x, y))
-# PyTorch's tables write both with a branch on x == 0, whose derivative in x there is zero. A cotangent of zero stays zero.
-elementwise(
-    aten.xlogy.Tensor,
-    x0=lambda out, x, y: lambda g: _where0(~((x == 0) & (y <= 0)), torch.xlogy(g, y)),
-    x1=lambda out, x, y: lambda g: g * x / y,
-)
-elementwise(
-    aten.special_xlog1py.default,
-    x0=lambda out, x, y: lambda g: _where0(~((x == 0) & (y <= -1)), torch.special.xlog1py(g, y)),
-    x1=lambda out, x, y: lambda g: g * x / (y + 1),
-)
 elementwise(aten.where.self, x1=lambda out, c, x, y: lambda g: _where0(c, g), x2=lambda out, c, x, y: lambda g: _where0(~c, g))
 elementwise(aten.clamp.default, x0=lambda out, x, low=None, high=None: lambda g: _where0(_inside(x, low, high), g))
 elementwise(aten.clamp_min.default, x0=lambda out, x, low: lambda g: _where0(_inside(x, low, None), g))
@@ -143,10 +132,11 @@ def _sign_change(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return torch.where(x == 0, torch.zeros_like(out), out / x)
 
 
-def _turn(x: torch.Tensor, square: torch.Tensor) -> torch.Tensor:
-    """x / square; zero at the origin, where the angle has no derivative."""
+def _over_square(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """1 / (x^2 + y^2); zero at the origin, where the angle has no derivative."""
+    square = x * x + y * y
     origin = square == 0
-    return torch.where(origin, torch.zeros_like(x), x / torch.where(origin, torch.ones_like(square), square))
+    return torch.where(origin, 0, torch.where(origin, 1, square).reciprocal())
 
 
 def _scale(g: torch.Tensor, factor: Any) -> torch.Tensor:
@@ -170,7 +160,7 @@ def _pow_base(g: torch.Tensor, x: torch.Tensor, p: Any) -> torch.Tensor:
 
 def _pow_exponent(g: torch.Tensor, out: torch.Tensor, base: Any, x: torch.Tensor) -> torch.Tensor:
     if base == 0:
-        return torch.where((x.real if x.is_complex() else x) >= 0, torch.zeros_like(g), g * -torch.inf)
+        return g * torch.where((x.real if x.is_complex() else x) >= 0, torch.zeros_like(out), out * -torch.inf)
     if isinstance(base, complex) or out.dtype.is_complex:
         return g * conj(out * torch.log(torch.tensor(base, dtype=out.dtype)))
     return g * out * (math.log(base) if base > 0 else math.nan)
@@ -263,7 +253,7 @@ elementwise(aten.atan.default, x0=lambda out, x: lambda g: g / conj(1 + x * x))
 elementwise(aten.sinh.default, x0=lambda out, x: lambda g: g * conj(torch.cosh(x)))
 elementwise(aten.cosh.default, x0=lambda out, x: lambda g: g * conj(torch.sinh(x)))
 elementwise(aten.asinh.default, x0=lambda out, x: lambda g: g * conj(torch.rsqrt(x * x + 1)))
-elementwise(aten.acosh.default, x0=lambda out, x: lambda g: g * conj(torch.rsqrt(x - 1) * torch.rsqrt(x + 1)))
+elementwise(aten.acosh.default, x0=lambda out, x: lambda g: g * _dacosh(x))
 elementwise(aten.atanh.default, x0=lambda out, x: lambda g: g / conj(1 - x * x))
 elementwise(aten.tanh.default, x0=lambda out, x: lambda g: run(aten.tanh_backward.default, g, out))
 elementwise(aten.sigmoid.default, x0=lambda out, x: lambda g: run(aten.sigmoid_backward.default, g, out))
@@ -273,108 +263,25 @@ elementwise(aten.erfinv.default, x0=lambda out, x: lambda g: g * (math.sqrt(math
 elementwise(aten.lgamma.default, x0=lambda out, x: lambda g: g * torch.digamma(x))
 elementwise(aten.digamma.default, x0=lambda out, x: lambda g: g * torch.polygamma(1, x))
 elementwise(aten.polygamma.default, x1=lambda out, n, x: lambda g: g * torch.polygamma(n + 1, x))
-elementwise(aten.logit.default, x0=lambda out, x, eps=None: lambda g: run(aten.logit_backward.default, g, x, eps))
-elementwise(aten.sinc.default, x0=lambda out, x: lambda g: g * conj(_dsinc(x, out)))
+elementwise(aten.sinc.default, x0=lambda out, x: lambda g: _sinc_back(g, x))
 elementwise(aten._conj.default, x0=lambda out, x: lambda g: g.conj())
 elementwise(aten._conj_physical.default, x0=lambda out, x: lambda g: g.conj())
 elementwise(aten.nan_to_num.default, x0=lambda out, x, *args, **kwargs: lambda g: g * cast(torch.isfinite(x), g.dtype))
 
 
-def _dsinc(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    return torch.where(x == 0, x * (-(math.pi**2) / 3), (torch.cos(math.pi * x) - out) / torch.where(x == 0, torch.ones_like(x), x))
+def _dacosh(x: torch.Tensor) -> torch.Tensor:
+    """sqrt(x - 1) sqrt(x + 1) is sqrt(x^2 - 1) for real x alone, where PyTorch takes the latter."""
+    return torch.conj(torch.rsqrt(x - 1) * torch.rsqrt(x + 1)) if x.dtype.is_complex else torch.rsqrt(x * x - 1)
 
 
-# -- activations ------------------------------------------------------------------------------------------------------------------
+def _sinc_back(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """At the origin zero, also for an infinite g: a multiple of x, for the sake of the second derivative."""
+    angle, square = math.pi * x, math.pi * x * x
+    origin = square == 0
+    slope = (angle * torch.cos(angle) - torch.sin(angle)) / torch.where(origin, torch.ones_like(square), square)
+    at_origin = g.nan_to_num(0, 0, 0) * conj(torch.where(x == 0, x * (-(math.pi**2) / 3), 0))
+    return torch.where(origin, at_origin, g * conj(slope))
 
-elementwise(aten.relu.default, x0=lambda out, x: lambda g: run(aten.threshold_backward.default, g, out, 0))
-elementwise(aten.threshold.default, x0=lambda out, x, threshold, value: lambda g: run(aten.threshold_backward.default, g, x, threshold))
-elementwise(aten.relu6.default, x0=lambda out, x: lambda g: run(aten.hardtanh_backward.default, g, x, 0, 6))
-elementwise(
-    aten.gelu.default, x0=lambda out, x, approximate="none": lambda g: run(aten.gelu_backward.default, g, x, approximate=approximate)
-)
-elementwise(aten.silu.default, x0=lambda out, x: lambda g: run(aten.silu_backward.default, g, x))
-elementwise(aten.mish.default, x0=lambda out, x: lambda g: run(aten.mish_backward.default, g, x))
-elementwise(aten.hardswish.default, x0=lambda out, x: lambda g: run(aten.hardswish_backward.default, g, x))
-elementwise(aten.hardsigmoid.default, x0=lambda out, x: lambda g: run(aten.hardsigmoid_backward.default, g, x))
-elementwise(
-    aten.elu.default,
-    x0=lambda out, x, alpha=1, scale=1, input_scale=1: lambda g: run(aten.elu_backward.default, g, alpha, scale, input_scale, False, x),
-)
-elementwise(aten.leaky_relu.default, x0=lambda out, x, slope=0.01: lambda g: run(aten.leaky_relu_backward.default, g, x, slope, False))
-elementwise(
-    aten.softplus.default, x0=lambda out, x, beta=1, threshold=20: lambda g: run(aten.softplus_backward.default, g, x, beta, threshold)
-)
-elementwise(aten.softshrink.default, x0=lambda out, x, lambd=0.5: lambda g: run(aten.softshrink_backward.default, g, x, lambd))
-elementwise(aten.hardshrink.default, x0=lambda out, x, lambd=0.5: lambda g: run(aten.hardshrink_backward.default, g, x, lambd))
-elementwise(
-    aten._prelu_kernel.default,
-    x0=lambda out, x, weight: lambda g: torch.where(x > 0, g, weight * g),
-    x1=lambda out, x, weight: lambda g: torch.where(x > 0, torch.zeros_like(g), x * g),
-)
-define(
-    aten.log_sigmoid_forward.default,
-    vjp={0: lambda out, x: lambda g: g[0] * torch.sigmoid(-x)},
-    batch=elementwise_batch,
-)
-
-# The fused kernels that the rules above end in. Second derivatives go through PyTorch's decompositions of them.
-elementwise(
-    aten.threshold_backward.default,
-    x0=lambda out, g, x, threshold: lambda h: aten.threshold_backward(h, x, threshold),
-)
-elementwise(
-    aten.tanh_backward.default,
-    x0=lambda out, g, y: lambda h: aten.tanh_backward(h, conj(y)),
-    x1=lambda out, g, y: lambda h: conj(h) * g * conj(-2 * y),
-)
-elementwise(
-    aten.sigmoid_backward.default,
-    x0=lambda out, g, y: lambda h: aten.sigmoid_backward(h, conj(y)),
-    x1=lambda out, g, y: lambda h: conj(h) * g * conj(1 - 2 * y),
-)
-
-
-def _gelu_backward_batch(batch: Any, op: Any, g: torch.Tensor, x: torch.Tensor, **kwargs: Any) -> Any:
-    """PyTorch's kernel on CPUs (oneDNN's, single precision) does not broadcast: one operand alone may be mapped."""
-    rank = max(g.dim(), x.dim())
-    return op(*torch.broadcast_tensors(batch.aligned(g, rank), batch.aligned(x, rank)), **kwargs)
-
-
-def _elu_second(g: torch.Tensor, alpha: Any, scale: Any, input_scale: Any, is_result: bool, x: torch.Tensor) -> torch.Tensor:
-    """The derivative of elu_backward in x: zero above zero, where the exponential of PyTorch's table is infinite."""
-    below = g * input_scale
-    return _where0(x < 0, below if is_result else run(aten.elu_backward.default, below, alpha, scale, input_scale, False, x))
-
-
-def _softplus_second(g: torch.Tensor, x: torch.Tensor, beta: Any, threshold: Any) -> torch.Tensor:
-    """The derivative of softplus_backward in x: zero from the threshold on, where the exponential of PyTorch's table may be infinite."""
-    wide = x * beta
-    return _where0(wide < threshold, run(aten.sigmoid_backward.default, g, torch.sigmoid(wide)) * beta)
-
-
-elementwise(
-    aten.elu_backward.default,
-    x0=lambda out, g, *rest: lambda h: run(aten.elu_backward.default, h, *rest),
-    x5=lambda out, g, *rest: lambda h: _elu_second(h * g, *rest),
-)
-elementwise(
-    aten.softplus_backward.default,
-    x0=lambda out, g, *rest: lambda h: run(aten.softplus_backward.default, h, *rest),
-    x1=lambda out, g, *rest: lambda h: _softplus_second(h * g, *rest),
-)
-define(aten.gelu_backward.default, batch=_gelu_backward_batch)
-for _op in (
-    aten.silu_backward.default,
-    aten.mish_backward.default,
-    aten.hardswish_backward.default,
-    aten.hardsigmoid_backward.default,
-    aten.hardtanh_backward.default,
-    aten.leaky_relu_backward.default,
-    aten.logit_backward.default,
-):
-    define(_op, batch=elementwise_batch)
-for _op in (aten.softshrink_backward.default, aten.hardshrink_backward.default):
-    elementwise(_op, x0=lambda out, g, x, lambd, op=_op: lambda h: op(h, x, lambd))
 
 # -- constants and casts ------------------------------------------------------------------------------------------------------------
 

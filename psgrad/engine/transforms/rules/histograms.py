@@ -56,7 +56,9 @@ def _histogram_batch(
 constant(aten.histogram.bin_ct, batch=_histogram_batch)
 constant(
     aten.histogram.bins_tensor,
-    batch=lambda batch, op, x, edges, *, weight=None, density=False: _between_edges(batch, x, batch.physical(edges), weight, density),
+    batch=lambda batch, op, x, edges, *, weight=None, density=False: _between_edges(
+        batch, x, batch.physical(edges).clone(), weight, density
+    ),
 )
 
 

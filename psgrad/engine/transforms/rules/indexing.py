@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from psgrad.engine.transforms import diagnostics
-from psgrad.engine.transforms.interpreter import Tracer
+from psgrad.engine.transforms.interpreter import Tracer, state
 from psgrad.engine.transforms.rules.families import aten, leading, sum_to, wrap_dim
 from psgrad.engine.transforms.rules.registry import Op, constant, define, replace
 from psgrad.errors import TransformError
@@ -21,27 +21,50 @@ def _embedding_back(
     out: torch.Tensor, weight: torch.Tensor, index: torch.Tensor, padding_idx: int = -1, scale: bool = False, sparse: bool = False
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     if scale:
-        raise TransformError(
-            f"an embedding with scale_grad_by_freq=True{diagnostics.where()}",
-            cause="its gradient is divided by how often a token occurs in the batch, so it is not the gradient of a function",
-            next_step="build the embedding with scale_grad_by_freq=False",
-        )
+        _refuse_scale()
     count = weight.shape[0]
     return lambda g: aten.embedding_dense_backward.default(g, index, count, padding_idx, False)
+
+
+def _refuse_scale() -> NoReturn:
+    raise TransformError(
+        f"an embedding with scale_grad_by_freq=True{diagnostics.where()}",
+        cause="its gradient is divided by how often a token occurs in the batch, so it is not the gradient of a function",
+        next_step="build the embedding with scale_grad_by_freq=False",
+    )
 
 
 def _embedding_batch(
     batch: Any, op: Op, weight: torch.Tensor, index: torch.Tensor, padding_idx: int = -1, scale: bool = False, sparse: bool = False
 ) -> torch.Tensor:
+    if scale and weight.requires_grad:  # the caller's autograd would count the tokens of all samples
+        _refuse_scale()
     if not batch.is_mapped(weight):
         return op(weight, batch.raw(index), padding_idx, scale, sparse)
     places = batch.physical(index).long()
-    rows = places.reshape(batch.size, index.numel(), 1).expand(-1, -1, weight.shape[1])
-    out = torch.gather(batch.physical(weight), 1, rows).reshape(*places.shape, weight.shape[1])
+    out = _looked_up(batch.physical(weight), 1, places.reshape(batch.size, -1)).reshape(*places.shape, weight.shape[1])
     if padding_idx < 0:
         return out
-    # Each sample has a padding row in a table of its own, which gets no gradient.
-    return torch.where((batch.raw(index) == padding_idx).unsqueeze(-1), out.detach(), out)
+    # Each sample has a padding row in a table of its own.
+    return torch.where((batch.raw(index) == padding_idx).unsqueeze(-1), _without_gradient(out), out)
+
+
+def _without_gradient(x: torch.Tensor) -> torch.Tensor:
+    """The same values, which have a tangent but pass no cotangent on: a padding row of a table of one row."""
+    row = torch.zeros((), dtype=torch.long, device=x.device)
+    return aten.embedding.default(x.reshape(1, -1), row, 0).reshape(x.shape)
+
+
+def _looked_up(x: torch.Tensor, dim: int, places: torch.Tensor) -> torch.Tensor:
+    """The slices of each sample's part of `x` [n, ...] along an axis, at its own `places` [n, k]."""
+    if state.attached:  # gather keeps `x` for its derivative, which needs no value of it: a write to `x` would be an error
+        x = x.movedim(dim, 1)
+        samples = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
+        outside = x.shape[1]  # so that a negative place is an error, as it is in the operators that look up
+        return x[samples, torch.where(places < 0, outside, places)].movedim(1, dim)
+    behind = x.dim() - dim - 1
+    spread = places.reshape(places.shape[0], *(1,) * (dim - 1), -1, *(1,) * behind)
+    return torch.gather(x, dim, spread.expand(*x.shape[:dim], -1, *x.shape[dim + 1 :]))
 
 
 def _embedding_backward_batch(
@@ -137,14 +160,11 @@ def fit(g: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 def _index_select_batch(batch: Any, op: Op, x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
     if x.dim() == 0:
-        return batch.physical(x)
+        return batch.physical(x).clone()
     dim = wrap_dim(dim, x.dim())
     if not batch.is_mapped(index):
         return op(batch.physical(x), dim + 1, index)
-    places = batch.raw(index).reshape(batch.size, *(1,) * dim, -1, *(1,) * (x.dim() - dim - 1))
-    shape = list(batch.physical(x).shape)
-    shape[dim + 1] = places.shape[dim + 1]
-    return torch.gather(batch.physical(x), dim + 1, places.expand(shape))
+    return _looked_up(batch.physical(x), dim + 1, batch.raw(index).reshape(batch.size, -1))
 
 
 def _index_select_back(out: torch.Tensor, x: torch.Tensor, dim: int, index: torch.Tensor) -> Any:

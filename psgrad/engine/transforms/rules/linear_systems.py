@@ -280,21 +280,43 @@ define(aten.linalg_ldl_factor_ex.default, batch=leading)
 
 
 def _determinant_back(out: Any, a: torch.Tensor) -> Callable[[list[Any]], torch.Tensor]:
-    """The cofactors of `a`: from its inverse, or, where it hardly has one, from its singular values.
+    def back(gs: list[Any]) -> torch.Tensor:
+        if a.shape[-1] < 2:
+            return diag_of(gs[0]).expand(a.shape)
+        exponents = _exponents_of_scales(a.detach().abs())
+        scaled = a * torch.exp2(-exponents)
+        # A cofactor lacks one row and one column, and so their scales.
+        others = exponents.diagonal(0, -2, -1).sum(-1, keepdim=True).unsqueeze(-1) - exponents
+        return diag_of(gs[0]) * (_cofactors(scaled) * torch.exp2(others))
+
+    return back
+
+
+def _exponents_of_scales(sizes: torch.Tensor) -> torch.Tensor:
+    """[..., n, n] whole numbers e_i + e_j: divided by the powers of two with these exponents, rows and columns have numbers of size one.
+
+    Rows in units of their own make no matrix singular, though its pivots differ by as much as the units.
+    """
+    half = math.floor(-math.log2(torch.finfo(sizes.dtype).tiny)) / 2
+
+    def of_largest(largest: torch.Tensor) -> torch.Tensor:
+        usable = largest.isfinite() & (largest > 0)
+        return torch.where(usable, largest, 1).log2().floor().clamp(-half, half)
+
+    rows = of_largest(sizes.amax(-1)).unsqueeze(-1)
+    return rows + of_largest((sizes * torch.exp2(-rows)).amax(-2)).unsqueeze(-2)
+
+
+def _cofactors(a: torch.Tensor) -> torch.Tensor:
+    """From the inverse, or, where `a` hardly has one, from its singular values.
 
     Each way is given matrices that it can deal with: nan would get from the way not taken into further derivatives.
     """
-
-    def back(gs: list[Any]) -> torch.Tensor:
-        if not a.shape[-1]:
-            return torch.zeros_like(a)
-        pivots = aten.linalg_lu_factor_ex.default(a)[0].diagonal(0, -2, -1).abs()
-        singular = diag_of(pivots.amin(-1) <= math.sqrt(torch.finfo(a.dtype).eps) * pivots.amax(-1))
-        regular = _cofactors_by_inverse(torch.where(singular, eye_like(a), a))
-        distinct = torch.diag(torch.arange(1, a.shape[-1] + 1, device=a.device)).to(a.dtype)
-        return diag_of(gs[0]) * torch.where(singular, _cofactors_by_values(torch.where(singular, a, distinct)), regular)
-
-    return back
+    pivots = aten.linalg_lu_factor_ex.default(a)[0].diagonal(0, -2, -1).abs()
+    singular = diag_of(pivots.amin(-1) <= math.sqrt(torch.finfo(a.dtype).eps) * pivots.amax(-1))
+    regular = _cofactors_by_inverse(torch.where(singular, eye_like(a), a))
+    distinct = torch.diag(torch.arange(1, a.shape[-1] + 1, device=a.device)).to(a.dtype)
+    return torch.where(singular, _cofactors_by_values(torch.where(singular, a, distinct)), regular)
 
 
 def _cofactors_by_inverse(a: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms.interpreter import run
-from psgrad.engine.transforms.rules.families import aten, wrap_dim
-from psgrad.engine.transforms.rules.registry import Op, define, replace
+from psgrad.engine.transforms.rules.families import aten, broadcasting, stretching, wrap_dim
+from psgrad.engine.transforms.rules.registry import Maker, Op, define, replace
 from psgrad.engine.transforms.rules.special import no_derivative
 from psgrad.engine.transforms.shapes import refuse_shapes
 
@@ -194,64 +194,98 @@ def _mse_loss(x: torch.Tensor, y: torch.Tensor, reduction: int = 1) -> torch.Ten
     return reduced(difference * difference, reduction)
 
 
-@replace(aten.huber_loss.default)
-def _huber_loss(x: torch.Tensor, y: torch.Tensor, reduction: int = 1, delta: float = 1.0) -> torch.Tensor:
-    distance = (x - y).abs()
-    is_far = distance >= delta
-    near = torch.where(is_far, 0, distance)  # an infinite distance must not meet the cotangent of zero on this side
-    return reduced(torch.where(is_far, delta * (distance - 0.5 * delta), 0.5 * near * near), reduction)
+def _element_by_element(op: Op, vjp: dict[int, Maker]) -> None:
+    """Rules for a loss of pairs: that of each element has derivatives, weights and reductions are operators of their own."""
+    names = [argument.name for argument in op._schema.arguments]
+    defaults = [argument.default_value for argument in op._schema.arguments]
+    reduction, weight = names.index("reduction"), names.index("weight") if "weight" in names else None
+
+    def full(args: Any, kwargs: Any) -> list[Any]:
+        return [args[i] if i < len(args) else kwargs.get(name, defaults[i]) for i, name in enumerate(names)]
+
+    def written(args: list[Any]) -> torch.Tensor | None:
+        """The loss, where there are weights or a reduction."""
+        weights = None if weight is None else args[weight]
+        if weights is None and args[reduction] == 0:
+            return None
+        each = [None if i == weight else 0 if i == reduction else a for i, a in enumerate(args)]
+        loss = op(*each)
+        return reduced(loss if weights is None else loss * weights, args[reduction])
+
+    def batch(batch: Any, _: Op, *args: Any, **kwargs: Any) -> torch.Tensor:
+        each = full(args, kwargs)
+        if (found := written(each)) is not None:
+            return batch.physical(found)
+        rank = each[0].dim()
+        return op(*[batch.physical(a) if isinstance(a, torch.Tensor) and a.dim() == rank else batch.aligned(a, rank) for a in each])
+
+    define(
+        op,
+        vjp={position: broadcasting(make, position) for position, make in vjp.items()},
+        jvp={position: stretching(make, position) for position, make in vjp.items()},
+        instead=lambda level, args, kwargs: written(full(args, kwargs)),
+        batch=batch,
+    )
 
 
-@replace(aten.smooth_l1_loss.default)
-def _smooth_l1_loss(x: torch.Tensor, y: torch.Tensor, reduction: int = 1, beta: float = 1.0) -> torch.Tensor:
-    distance = (x - y).abs()
-    if beta == 0:
-        return reduced(distance, reduction)
-    is_far = distance >= beta  # what is no number is near, as in PyTorch's kernel
-    near = torch.where(is_far, 0, distance)  # an infinite distance must not meet the cotangent of zero on this side
-    return reduced(torch.where(is_far, distance - 0.5 * beta, 0.5 * near * near / beta), reduction)
+def _bounded(distance: torch.Tensor, bound: float) -> torch.Tensor:
+    """The distance, no further than the bound. Its derivative is zero at the bound, and for NaN."""
+    return torch.where(distance.abs() < bound, distance, distance.detach().clamp(-bound, bound))
 
 
-@replace(aten.binary_cross_entropy.default)
-def _binary_cross_entropy(x: torch.Tensor, y: torch.Tensor, weight: Any = None, reduction: int = 1) -> torch.Tensor:
-    """The loss of each element, for which there are rules, weighted and reduced."""
-    loss = aten.binary_cross_entropy.default(x, y, None, 0)
-    return reduced(loss if weight is None else loss * weight, reduction)
-
-
-def _is_whole(weight: Any = None, reduction: int = 1) -> bool:
-    return weight is not None or reduction != 0
-
-
-def _binary_cross_entropy_instead(level: Any, args: Any, kwargs: Any) -> Any:
-    return _binary_cross_entropy(*args, **kwargs) if _is_whole(*args[2:], **kwargs) else None
-
-
-def _binary_cross_entropy_batch(batch: Any, op: Op, x: torch.Tensor, y: torch.Tensor, *rest: Any, **kwargs: Any) -> torch.Tensor:
-    if _is_whole(*rest, **kwargs):
-        return _binary_cross_entropy(x, y, *rest, **kwargs)
-    return op(batch.physical(x), batch.physical(y), None, 0)
-
-
-# PyTorch's kernel clamps the logarithms at -100 and, in the derivative, the denominator: probabilities that are 0 or 1 have one.
-define(
-    aten.binary_cross_entropy.default,
-    vjp={
-        0: lambda out, x, y, weight, reduction: lambda g: g * (x - y) / ((1 - x) * x).clamp(min=1e-12),
-        1: lambda out, x, y, weight, reduction: lambda g: g * (torch.log1p(-x).clamp(min=-100) - torch.log(x).clamp(min=-100)),
+_element_by_element(
+    aten.huber_loss.default,
+    {
+        0: lambda out, x, y, reduction, delta=1.0: lambda g: g * _bounded(x - y, delta),
+        1: lambda out, x, y, reduction, delta=1.0: lambda g: g * _bounded(y - x, delta),
     },
-    instead=_binary_cross_entropy_instead,
-    batch=_binary_cross_entropy_batch,
 )
 
 
-@replace(aten.binary_cross_entropy_with_logits.default)
-def _binary_cross_entropy_with_logits(
-    x: torch.Tensor, y: torch.Tensor, weight: Any = None, pos_weight: Any = None, reduction: int = 1
-) -> torch.Tensor:
-    softplus = aten.softplus.default(-x)
-    loss = (1 - y) * x + (softplus if pos_weight is None else (1 + (pos_weight - 1) * y) * softplus)
-    return reduced(loss if weight is None else loss * weight, reduction)
+def _smooth_l1_slope(distance: torch.Tensor, beta: float) -> torch.Tensor:
+    return _bounded(distance, beta) / beta if beta else torch.sign(distance)
+
+
+_element_by_element(
+    aten.smooth_l1_loss.default,
+    {
+        0: lambda out, x, y, reduction, beta=1.0: lambda g: g * _smooth_l1_slope(x - y, beta),
+        1: lambda out, x, y, reduction, beta=1.0: lambda g: g * _smooth_l1_slope(y - x, beta),
+    },
+)
+
+# PyTorch's kernel clamps the logarithms at -100 and, in the derivative in x, the denominator. The derivative in y has no such bound.
+LEAST_VARIANCE = 9.999999960041972e-13  # 1e-12 in float32, for every dtype
+_element_by_element(
+    aten.binary_cross_entropy.default,
+    {
+        0: lambda out, x, y, weight, reduction: lambda g: g * (x - y) / ((1 - x) * x).clamp(min=LEAST_VARIANCE),
+        1: lambda out, x, y, weight, reduction: lambda g: g * -torch.logit(x),
+    },
+)
+
+
+def _with_logits_x(out: torch.Tensor, x: torch.Tensor, y: torch.Tensor, weight: Any, pos_weight: Any, reduction: int) -> Any:
+    if pos_weight is None:
+        return lambda g: g * (torch.sigmoid(x) - y)
+    return lambda g: g * ((pos_weight * y + 1 - y) * torch.sigmoid(x) - pos_weight * y)
+
+
+def _with_logits_y(out: torch.Tensor, x: torch.Tensor, y: torch.Tensor, weight: Any, pos_weight: Any, reduction: int) -> Any:
+    if pos_weight is None:
+        return lambda g: g * -x
+    return lambda g: g * (log_sigmoid(-x) - log_sigmoid(x) * pos_weight)
+
+
+log_sigmoid = torch.nn.functional.logsigmoid
+_element_by_element(
+    aten.binary_cross_entropy_with_logits.default,
+    {
+        0: _with_logits_x,
+        1: _with_logits_y,
+        3: lambda out, x, y, weight, pos_weight, reduction: lambda g: g * -y * log_sigmoid(x),
+    },
+)
 
 
 @replace(aten.multi_margin_loss.default)
@@ -279,8 +313,8 @@ def _multilabel_margin_loss(x: torch.Tensor, target: torch.Tensor, reduction: in
     listed = (target == -1).cumsum(-1) == 0
     labels = torch.where(listed, target, 0)
     is_target = torch.zeros_like(x).scatter_reduce(-1, labels, listed.to(x.dtype), "amax")
-    margins = torch.relu(1 - x.gather(-1, labels).unsqueeze(-1) + x.unsqueeze(-2))  # [.., label, class]
-    counted = listed.unsqueeze(-1) & (is_target == 0).unsqueeze(-2)
+    margins = 1 - x.gather(-1, labels).unsqueeze(-1) + x.unsqueeze(-2)  # [.., label, class]
+    counted = listed.unsqueeze(-1) & (is_target == 0).unsqueeze(-2) & (margins > 0)  # NaN is not above zero
     return reduced(torch.where(counted, margins, 0).sum((-2, -1)) / x.shape[-1], reduction), is_target.reshape(shape)
 
 

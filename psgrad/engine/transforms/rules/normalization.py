@@ -131,7 +131,7 @@ def _group_norm_back(out: Any, x: torch.Tensor, weight: Any, bias: Any, b: int, 
         grads: Any = (None, None, None)
         if gs[0] is not None:
             wanted = [position in positions for position in range(3)]
-            grads = run(aten.native_group_norm_backward.default, gs[0], x, mean, rstd, weight, b, c, hw, groups, wanted)
+            grads = run(aten.native_group_norm_backward.default, gs[0].contiguous(), x, mean, rstd, weight, b, c, hw, groups, wanted)
         found = {position: grads[position] for position in positions}
         if 0 in found:
             found[0] = _input_back(lambda _: grads[0], x, mean, rstd)(gs)
@@ -202,6 +202,7 @@ def _batch_norm(
         raise TransformError(
             f"batch norm of a tensor of shape {tuple(x.shape)}{diagnostics.where()}", expected="a batch axis and a channel axis"
         )
+    x = _as_kernels_lay_out(x)
     if training:
         if _samples_are_mapped(x) and (x.shape[0] == 1 or (mean is not None and not _samples_are_mapped(mean))):
             raise diagnostics.batch_statistics_error(diagnostics.where())
@@ -214,6 +215,12 @@ def _batch_norm(
     return out if bias is None else out + bias.reshape(channels)
 
 
+def _as_kernels_lay_out(x: torch.Tensor) -> torch.Tensor:
+    """In the memory that PyTorch's kernel gives its result: channels last, or contiguous."""
+    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    return x if channels_last is not None and x.is_contiguous(memory_format=channels_last) else x.contiguous()
+
+
 def _samples_are_mapped(x: Any) -> bool:
     """Whether a sample axis is hidden under `x`, at whatever level."""
     while isinstance(x, Tracer):
@@ -224,17 +231,16 @@ def _samples_are_mapped(x: Any) -> bool:
 
 
 def _with_batch_statistics(x: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, momentum: float, eps: float) -> torch.Tensor:
+    dtype, x = x.dtype, _wide(x)
     axes = [0, *range(2, x.dim())]
     channels = (1, -1, *(1,) * (x.dim() - 2))
     batch_var, batch_mean = torch.var_mean(x, axes, correction=0, keepdim=True)
     if mean is not None:
-        count = x.numel() // x.shape[1]
-        mean.copy_((1 - momentum) * mean + momentum * batch_mean.reshape(-1))
-        var.copy_((1 - momentum) * var + momentum * (count / max(count - 1, 1)) * batch_var.reshape(-1))
+        _follow(mean, var, batch_mean.reshape(-1), batch_var.reshape(-1), x.numel() // x.shape[1], momentum)
     out = (x - batch_mean) * torch.rsqrt(batch_var + eps)
     if weight is not None:
         out = out * weight.reshape(channels)
-    return out if bias is None else out + bias.reshape(channels)
+    return cast(out if bias is None else out + bias.reshape(channels), dtype)
 
 
 @replace(aten.instance_norm.default)
@@ -244,10 +250,39 @@ def _instance_norm(
     """Statistics of one sample's channel; PyTorch's own way goes through a batch norm over a reshaped batch."""
     if not use_input_stats:
         return _batch_norm(x, weight, bias, mean, var, False, momentum, eps, cudnn_enabled)
+    dtype, x = x.dtype, _wide(x.contiguous())
     axes = list(range(2, x.dim()))
     channels = (1, -1, *(1,) * len(axes))
     spread, centre = torch.var_mean(x, axes, correction=0, keepdim=True)
+    own = (
+        _has_levels_of(x, mean) and _has_levels_of(x, var)
+        if isinstance(x, Tracer)
+        else isinstance(mean, Tracer) and isinstance(var, Tracer)
+    )
+    if own:  # others, as a model's own buffers, stay as they are
+        new_mean, new_var = centre.detach().flatten(1).mean(0), spread.detach().flatten(1).mean(0)
+        _follow(mean, var, new_mean, new_var, x.numel() // (x.shape[0] * x.shape[1]), momentum)
     out = (x - centre) * torch.rsqrt(spread + eps)
     if weight is not None:
         out = out * weight.reshape(channels)
-    return out if bias is None else out + bias.reshape(channels)
+    return cast(out if bias is None else out + bias.reshape(channels), dtype)
+
+
+def _has_levels_of(x: Any, statistic: Any) -> bool:
+    """Whether a statistic is traced wherever `x` is: what is found of `x` can be written to it."""
+    while isinstance(x, Tracer):
+        if not isinstance(statistic, Tracer) or statistic.level is not x.level:
+            return False
+        x, statistic = x.below(), statistic.below()
+    return True
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """In single precision if in halves: rounded to halves, means and deviations spoil what is normalised, and derivatives magnify it."""
+    return cast(x, torch.promote_types(x.dtype, torch.float32))
+
+
+def _follow(mean: torch.Tensor, var: torch.Tensor, new_mean: torch.Tensor, new_var: torch.Tensor, count: int, momentum: float) -> None:
+    """Running statistics move towards those of a batch, of which `count` numbers were taken each."""
+    mean.copy_((1 - momentum) * mean + momentum * new_mean)
+    var.copy_((1 - momentum) * var + momentum * (count / max(count - 1, 1)) * new_var)

@@ -56,7 +56,7 @@ def _sum_back(out: torch.Tensor, x: torch.Tensor, dims: Any = None, keepdim: boo
     return lambda g: spread(cast(g, kind), shape, dims, keepdim)
 
 
-def _mean_back(out: torch.Tensor, x: torch.Tensor, dims: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+def mean_back(out: torch.Tensor, x: torch.Tensor, dims: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     shape, kind, count = x.shape, x.dtype, 1
     for axis in axes_of(dims, x.dim()):
         count *= shape[axis]
@@ -65,18 +65,13 @@ def _mean_back(out: torch.Tensor, x: torch.Tensor, dims: Any = None, keepdim: bo
 
 define(aten.sum.default, vjp={0: _sum_back}, linear=(0,), batch=full(aten.sum.dim_IntList))
 define(aten.sum.dim_IntList, vjp={0: _sum_back}, linear=(0,), batch=by_axes)
-define(aten.mean.default, vjp={0: _mean_back}, linear=(0,), batch=full(aten.mean.dim))
-define(aten.mean.dim, vjp={0: _mean_back}, linear=(0,), batch=by_axes)
+define(aten.mean.default, vjp={0: mean_back}, linear=(0,), batch=full(aten.mean.dim))
+define(aten.mean.dim, vjp={0: mean_back}, linear=(0,), batch=by_axes)
 
 
 def _logsumexp_back(out: torch.Tensor, x: torch.Tensor, dims: Any, keepdim: bool = False) -> Any:
     shape = x.shape
-    return lambda g: spread(g, shape, dims, keepdim) * conj(torch.exp(x - spread(_above_nothing(out), shape, dims, keepdim)))
-
-
-def _above_nothing(out: torch.Tensor) -> torch.Tensor:
-    """Where all terms are zero (out is -inf) their shares are, too."""
-    return torch.where((out.real if out.is_complex() else out) == -torch.inf, torch.zeros_like(out), out)
+    return lambda g: spread(g, shape, dims, keepdim) * conj(torch.exp(x - spread(out, shape, dims, keepdim)))
 
 
 define(aten.logsumexp.default, vjp={0: _logsumexp_back}, batch=by_axes)
@@ -215,7 +210,10 @@ define(aten.cummax.default, aten.cummin.default, vjp={0: _record_back}, batch=sh
 
 
 def _logcumsumexp_back(out: torch.Tensor, x: torch.Tensor, dim: int) -> Any:
-    """d out_k / d x_i is exp(x_i - out_k) for k >= i, never above 1: written out, quadratic in length."""
+    """d out_k / d x_i is exp(x_i - out_k) for k >= i, never above 1: written out, quadratic in length.
+
+    A cotangent that is NaN counts for nothing: PyTorch adds up logarithms of those above zero and of those below, and NaN is neither.
+    """
 
     def back(g: torch.Tensor) -> torch.Tensor:
         if not x.dim():
@@ -224,7 +222,8 @@ def _logcumsumexp_back(out: torch.Tensor, x: torch.Tensor, dim: int) -> Any:
         later = torch.ones(size, size, dtype=torch.bool, device=x.device).triu()  # [i, k]
         exponent = x.movedim(dim, -1).unsqueeze(-1) - out.movedim(dim, -1).unsqueeze(-2)
         share = exponent.masked_fill(~later, -torch.inf).exp()
-        return (conj(share) * g.movedim(dim, -1).unsqueeze(-2)).sum(-1).movedim(-1, dim)
+        heard = torch.where(g.isnan(), 0, g)
+        return (conj(share) * heard.movedim(dim, -1).unsqueeze(-2)).sum(-1).movedim(-1, dim)
 
     return back
 
@@ -232,17 +231,31 @@ def _logcumsumexp_back(out: torch.Tensor, x: torch.Tensor, dim: int) -> Any:
 define(aten.logcumsumexp.default, vjp={0: _logcumsumexp_back}, batch=shifted(1))
 
 
+# PyTorch divides a product by each factor, which is NaN for an infinite one. Where there is a zero anywhere among a sample's numbers, it
+# multiplies the others instead. The way that is not taken computes with ones, so that its derivative is a number.
+
+
 def _prod_back(out: torch.Tensor, x: torch.Tensor, *, dtype: Any = None) -> Any:
-    return lambda g: (g * conj(_products_of_others(x.reshape(-1), 0))).reshape(x.shape)
+    return lambda g: _prod_dim_back(out, x.reshape(-1), 0, dtype=dtype)(g).reshape(x.shape) if x.dim() else cast(g, x.dtype)
 
 
 def _prod_dim_back(out: torch.Tensor, x: torch.Tensor, dim: int, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    return lambda g: spread(g, x.shape, dim, keepdim) * conj(_products_of_others(x, dim))
+    shape, kind, x = x.shape, x.dtype, cast(x, out.dtype)
+
+    def back(g: torch.Tensor) -> torch.Tensor:
+        if not shape:
+            return cast(g, kind)
+        zeros = (x == 0).any()
+        by_division = spread(out, shape, dim, keepdim) / torch.where(zeros, 1, x)
+        others = torch.where(zeros, _products_of_others(torch.where(zeros, x, 1), dim), by_division)
+        return cast(spread(g, shape, dim, keepdim) * conj(others), kind)
+
+    return back
 
 
 def _products_of_others(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """For each element the product of all others along `dim`; right with zeros among them, where product / element is not."""
-    if not x.numel() or not x.dim():
+    """For each element the product of all others along `dim`."""
+    if not x.numel():
         return torch.ones_like(x)
     one = torch.ones_like(x.narrow(dim, 0, 1))
     size = x.shape[dim]
@@ -261,112 +274,28 @@ define(aten.prod.dim_int, vjp={0: _prod_dim_back}, batch=shifted(1))
 
 def _cumprod_back(out: torch.Tensor, x: torch.Tensor, dim: int, *, dtype: Any = None) -> Any:
     def back(g: torch.Tensor) -> torch.Tensor:
-        if not x.dim():
+        g = cast(g, x.dtype)
+        if not x.dim() or x.shape[dim] <= 1:
             return g
-        # d out_k / d x_i is the product of x_0..x_k without x_i: a sum of k terms each, exact with zeros, quadratic in length
-        moved = x.movedim(dim, -1)
-        size = moved.shape[-1]
-        eye = torch.eye(size, dtype=torch.bool, device=x.device)
-        others = torch.where(eye, torch.ones((), dtype=x.dtype, device=x.device), moved.unsqueeze(-2)).cumprod(-1)
-        lower = torch.ones(size, size, dtype=torch.bool, device=x.device).triu()
-        others = torch.where(lower, others, torch.zeros((), dtype=x.dtype, device=x.device))
-        return (conj(others) * g.movedim(dim, -1).unsqueeze(-2)).sum(-1).movedim(-1, dim)
+        zeros = (x == 0).any()
+        by_division = (conj(out) * g).flip(dim).cumsum(dim).flip(dim) / conj(torch.where(zeros, 1, x))
+        return torch.where(zeros, _cumprod_of_others(torch.where(zeros, x, 1), g, dim), cast(by_division, x.dtype))
 
     return back
+
+
+def _cumprod_of_others(x: torch.Tensor, g: torch.Tensor, dim: int) -> torch.Tensor:
+    """d out_k / d x_i is the product of x_0..x_k without x_i: a sum of k terms each, exact with zeros, quadratic in length."""
+    moved = x.movedim(dim, -1)
+    size = moved.shape[-1]
+    eye = torch.eye(size, dtype=torch.bool, device=x.device)
+    others = torch.where(eye, torch.ones((), dtype=x.dtype, device=x.device), moved.unsqueeze(-2)).cumprod(-1)
+    counted = torch.ones(size, size, dtype=torch.bool, device=x.device).triu()
+    return torch.where(counted, conj(others) * g.movedim(dim, -1).unsqueeze(-2), 0).sum(-1).movedim(-1, dim)
 
 
 define(aten.cumprod.default, vjp={0: _cumprod_back}, batch=shifted(1))
 
-
-# -- variance and norms ---------------------------------------------------------------------------------------------------------------
-
-
-def _count(shape: Sequence[int], dims: Any) -> int:
-    count = 1
-    for axis in axes_of(dims, len(shape)):
-        count *= shape[axis]
-    return count
-
-
-def _var_back(out: torch.Tensor, x: torch.Tensor, dims: Any = None, *, correction: Any = 1, keepdim: bool = False) -> Any:
-    scale = 2 / (_count(x.shape, dims) - (1 if correction is None else correction) or float("nan"))
-    return lambda g: spread(g, x.shape, dims, keepdim) * (x - x.mean(axes_of(dims, x.dim()), keepdim=True)) * scale
-
-
-def _std_back(out: torch.Tensor, x: torch.Tensor, dims: Any = None, *, correction: Any = 1, keepdim: bool = False) -> Any:
-    variance = _var_back(out, x, dims, correction=correction, keepdim=keepdim)
-    divisor = torch.where(out == 0, torch.ones_like(out), 2 * out)  # forward mode is the transpose, and would divide zero by zero
-    return lambda g: variance(torch.where(out == 0, torch.zeros_like(g), g / divisor))
-
-
-def _var_mean_back(out: Any, x: torch.Tensor, dims: Any = None, *, correction: Any = 1, keepdim: bool = False) -> Any:
-    variance = _var_back(out[0], x, dims, correction=correction, keepdim=keepdim)
-    mean = _mean_back(out[1], x, dims, keepdim)
-
-    def back(gs: list[Any]) -> torch.Tensor | None:
-        parts = [rule(g) for rule, g in zip((variance, mean), gs, strict=True) if g is not None]
-        return parts[0] + parts[1] if len(parts) == 2 else parts[0]
-
-    return back
-
-
-define(aten.var.correction, vjp={0: _var_back}, batch=by_axes)
-define(aten.std.correction, vjp={0: _std_back}, batch=by_axes)
-define(aten.var_mean.correction, vjp={0: _var_mean_back}, batch=by_axes)
-
-
-@replace(aten.renorm.default)
-def _renorm(x: torch.Tensor, order: float, dim: int, maxnorm: float) -> torch.Tensor:
-    """PyTorch's tables multiply by one what is small enough, whose derivative then meets that of a norm that may be no number."""
-    axes = [axis for axis in range(x.dim()) if axis != wrap_dim(dim, x.dim())]
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    norm = lambda x: torch.linalg.vector_norm(x, order, axes, keepdim=True, dtype=dtype)
-    large = norm(x.detach()) > maxnorm
-    shrunk = torch.where(large, x, 0)
-    return torch.where(large, shrunk * cast(maxnorm / (norm(shrunk) + 1e-7), x.dtype), x)
-
-
-@replace(aten.std_mean.correction)
-def _std_mean(x: torch.Tensor, dims: Any = None, *, correction: Any = 1, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """PyTorch's tables take the root of the variance, whose derivative at zero is none."""
-    return aten.std.correction(x, dims, correction=correction, keepdim=keepdim), aten.mean.dim(x, dims, keepdim)
-
-
-def _norm_back(out: torch.Tensor, x: torch.Tensor, order: Any = 2, dims: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    shape, narrow = x.shape, x.dtype
-    x = x if dtype is None else cast(x, dtype)
-
-    def back(g: torch.Tensor) -> torch.Tensor:
-        return cast(in_the_norms_dtype(g), narrow)
-
-    def in_the_norms_dtype(g: torch.Tensor) -> torch.Tensor:
-        norm, g_wide = spread(out, shape, dims, keepdim), spread(g, shape, dims, keepdim)
-        if order == 0:
-            return torch.zeros_like(x)
-        if order == 1:
-            return g_wide * torch.sgn(x)
-        if abs(order) == float("inf"):
-            size = x.abs()
-            hit = cast((size == norm) | size.isnan(), g.dtype)
-            return hit * torch.sgn(x) * (g_wide / hit.sum(axes_of(dims, len(shape)), keepdim=True))
-        # At zero the derivative is taken as zero, and what is divided by as one: 0 / 0 must not enter a second derivative.
-        safe_norm = torch.where(norm == 0, torch.ones_like(norm), norm)
-        if order == 2:
-            return torch.where(norm == 0, 0, g_wide * x / safe_norm)
-        size = torch.where(x == 0, torch.ones_like(norm), x.abs())
-        return g_wide * torch.sgn(x) * (size / safe_norm) ** (order - 1)
-
-    return back
-
-
-def _norm_batch(batch: Any, op: Op, x: torch.Tensor, order: Any = 2, dims: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
-    physical = batch.physical(x)
-    if x.dim() == 0:
-        return op(physical.unsqueeze(1), order, [1], False, **kwargs)
-    return op(physical, order, [a + 1 for a in axes_of(dims, x.dim())], keepdim, **kwargs)
-
-
-define(aten.linalg_vector_norm.default, vjp={0: _norm_back}, batch=_norm_batch)
 
 # -- truth values and places: no derivative ---------------------------------------------------------------------------------------------
 

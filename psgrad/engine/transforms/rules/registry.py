@@ -19,9 +19,12 @@ from torch._decomp import decomposition_table
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.dense import on_contiguous_memory
+from psgrad.engine.transforms.interpreter import map_tracers, state, tensors_in
+from psgrad.engine.transforms.memory import laid_out_by_kernel
 from psgrad.engine.transforms.operators import Op as Op
 from psgrad.engine.transforms.operators import OpFacts, facts
 from psgrad.engine.transforms.operators import is_composite as is_composite
+from psgrad.engine.transforms.read_only import memory_of
 from psgrad.errors import UnsupportedOperatorError
 
 Maker = Callable[..., Callable[..., Any]]
@@ -233,7 +236,17 @@ def decompose(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise _without_rule(op, f"PyTorch writes it with other operators, and {error.arrived}") from error
     if result is NotImplemented:
         raise _without_rule(op, "PyTorch writes it with other operators, but not for these arguments")
-    return result
+    if facts(op).mutated or facts(op).is_view or state.going_back or (is_composite(op) and op not in _decompositions):
+        return result
+    if not is_composite(op):
+        result = _in_memory_of_its_own(result, args, kwargs)
+    return laid_out_by_kernel(result, op, args, kwargs)
+
+
+def _in_memory_of_its_own(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a kernel returns is new memory; a program of other operators in its place may end with a view of an argument."""
+    taken = {memory_of(x) for x in tensors_in(args, kwargs)}
+    return map_tracers(lambda x: x.clone() if memory_of(x) in taken else x, result)
 
 
 def _without_rule(op: Op, cause: str) -> UnsupportedOperatorError:
@@ -241,5 +254,5 @@ def _without_rule(op: Op, cause: str) -> UnsupportedOperatorError:
         f"operator {op.name()} has no rule{diagnostics.where()}",
         expected="an operator with a rule of its own, or one that PyTorch can express with such operators",
         cause=cause,
-        next_step="write the computation with other operators, or add a rule: docs/adding-an-operator.md shows how",
+        next_step="write the computation with other operators, or add a rule: docs/guides/adding-an-operator.md shows how",
     )

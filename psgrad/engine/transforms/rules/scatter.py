@@ -122,6 +122,8 @@ def _segment_reduce(
 ) -> torch.Tensor:
     """Each position is sent to its segment; what lies behind the last one is sent to a segment that is cut off."""
     axis = wrap_dim(axis, data.dim())
+    given, named = (lengths, "lengths") if lengths is not None else (offsets, "offsets")
+    _refuse_segments(data, axis, given, named)
     lead, behind = data.shape[:axis], data.shape[axis + 1 :]
     if lengths is None:
         assert offsets is not None
@@ -137,6 +139,17 @@ def _segment_reduce(
         return out
     sizes = lengths.reshape(*lengths.shape, *(1,) * len(behind))
     return torch.where(sizes > 0, out / sizes.clamp(min=1), torch.nan if initial is None else initial)
+
+
+def _refuse_segments(data: torch.Tensor, axis: int, given: torch.Tensor | None, named: str) -> None:
+    """Raise for shapes that PyTorch's kernel refuses or reads beyond, as the kernel itself can't be asked without values."""
+    if given is None:
+        raise RuntimeError("segment_reduce(): Either lengths or offsets must be defined.")
+    if axis != given.dim() - 1:
+        raise RuntimeError(f"segment_reduce(): Expected axis to be the last dimension of {named} but got {axis}.")
+    if given.shape[:axis] != data.shape[:axis] or (named == "offsets" and not given.shape[axis]):
+        wanted = ", ".join([*map(str, data.shape[:axis]), f"number of {named}"])
+        raise RuntimeError(f"segment_reduce(): Expected {named} of shape ({wanted}) but got {tuple(given.shape)}.")
 
 
 # -- places of the flattened tensor ---------------------------------------------------------------------------------------------------
@@ -157,5 +170,7 @@ def _masked_scatter(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -
     """The n-th place of the mask gets the n-th element of the source, looked up by counting."""
     x, mask = torch.broadcast_tensors(x, mask)
     number = mask.reshape(-1).cumsum(0) - 1
+    if not source.numel():  # enough for a mask that is false everywhere; any other finds no element, as in PyTorch
+        source, number = source.new_zeros(1), number + 1
     values = aten.index.Tensor(source.reshape(-1), [torch.where(mask, number.reshape(x.shape), 0)])
     return torch.where(mask, values, x)

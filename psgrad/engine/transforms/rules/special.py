@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -33,16 +34,26 @@ SQRT_2PI = math.sqrt(2 * math.pi)
 
 elementwise(aten.i0.default, x0=lambda out, x: lambda g: g * aten.special_i1(x))
 elementwise(aten.special_i0e.default, x0=lambda out, x: lambda g: g * (aten.special_i1e(x) - torch.sgn(x) * out))
-elementwise(aten.special_i1.default, x0=lambda out, x: lambda g: g * (aten.i0(x) - _over(out, x)))
-elementwise(aten.special_i1e.default, x0=lambda out, x: lambda g: g * (aten.special_i0e(x) - out * torch.sgn(x) - _over(out, x)))
+elementwise(aten.special_i1.default, x0=lambda out, x: lambda g: g * _half_near_zero(x, lambda x: aten.i0(x) - out / x))
+elementwise(
+    aten.special_i1e.default,
+    x0=lambda out, x: lambda g: g * _half_near_zero(x, lambda x: aten.special_i0e(x) - out * (torch.sgn(x) + x.reciprocal())),
+)
 elementwise(aten.special_erfcx.default, x0=lambda out, x: lambda g: g * (2 * x * out - 2 / math.sqrt(math.pi)))
 elementwise(aten.special_ndtri.default, x0=lambda out, x: lambda g: g * SQRT_2PI * torch.exp(out * out / 2))
 elementwise(aten.special_log_ndtr.default, x0=lambda out, x: lambda g: g / SQRT_2PI * torch.exp(-(out + x * x / 2)))
 elementwise(aten.special_entr.default, x0=lambda out, x: lambda g: -g * (1 + torch.log(x)))
 
 
+def _half_near_zero(x: torch.Tensor, slope: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """The derivative of I1, or of the exponentially scaled one: one half at zero, and, as PyTorch has it, for NaN."""
+    eps = torch.finfo(x.dtype).eps
+    away = x.abs() > eps
+    return torch.where(away, slope(torch.where(away, x, eps)), 0.5)
+
+
 def _over(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """I1(x) / x, whose limit at zero is one half; the exponentially scaled one has the same."""
+    """J1(x) / x or I1(x) / x, whose limit at zero is one half."""
     at_zero = x == 0
     return torch.where(at_zero, 0.5, out / torch.where(at_zero, torch.ones_like(x), x))
 

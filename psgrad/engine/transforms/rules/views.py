@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms.interpreter import run
-from psgrad.engine.transforms.rules.complex import write_part
+from psgrad.engine.transforms.read_only import memory_of
 from psgrad.engine.transforms.rules.families import aten, cast, leading, shifted, sum_to, wrap_dim
 from psgrad.engine.transforms.rules.registry import Op, define
 
@@ -154,7 +154,7 @@ define(aten.flip.default, vjp={0: lambda out, x, dims: lambda g: aten.flip.defau
 def _roll_batch(batch: Any, op: Op, x: torch.Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> torch.Tensor:
     physical = batch.physical(x)
     if not dims:
-        return op(physical.flatten(1), shifts, [1]).reshape(physical.shape)
+        return op(physical.reshape(batch.size, x.numel()), shifts, [1]).reshape(physical.shape)
     return op(physical, shifts, [wrap_dim(d, x.dim()) + 1 for d in dims])
 
 
@@ -164,6 +164,21 @@ define(
     linear=(0,),
     batch=_roll_batch,
 )
+
+
+def _shuffle_batch(batch: Any, op: Op, x: torch.Tensor, groups: int) -> torch.Tensor:
+    folded = batch.fold(x)
+    out = op(folded, groups)
+    # the kernel of a CPU copies always; on other devices PyTorch may find that a view will do
+    return batch.unfold(out.clone() if memory_of(out) == memory_of(folded) else out)  # type: ignore[no-any-return]
+
+
+def _shuffled_back(out: torch.Tensor, x: torch.Tensor, groups: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    others = x.shape[1] // groups
+    return lambda g: aten.channel_shuffle.default(g, others) if others else g
+
+
+define(aten.channel_shuffle.default, aten.native_channel_shuffle.default, vjp={0: _shuffled_back}, linear=(0,), batch=_shuffle_batch)
 
 # -- parts ------------------------------------------------------------------------------------------------------------------------
 
@@ -412,55 +427,3 @@ for _axes in (1, 2, 3):
             vjp={0: lambda out, g, x, pad, forward=_forward: lambda h: forward(h, pad)},
             batch=_pad_batch(_axes),
         )
-
-# -- writes through views -----------------------------------------------------------------------------------------------------------------
-
-
-def write_through(op: Op, base: Any, new: Any, rest: tuple[Any, ...], kwargs: dict[str, Any], output: int | None) -> Any:
-    """The base after its view, made by `op(base, *rest)` (result number `output` of it), was overwritten by `new`.
-
-    None where a write through this kind of view is not supported (an expanded tensor has several elements at one place).
-    """
-    if op in (
-        aten.view.default,
-        aten._unsafe_view.default,
-        aten.squeeze.default,
-        aten.squeeze.dim,
-        aten.squeeze.dims,
-        aten.unsqueeze.default,
-    ):
-        return new.reshape(base.shape)
-    if op is aten.t.default:
-        return aten.t.default(new)
-    if op is aten.transpose.int:
-        return aten.transpose.int(new, *rest)
-    if op is aten.permute.default:
-        return aten.permute.default(new, inverse_permutation(rest[0]))
-    if op is aten.alias.default:
-        return new
-    if op is aten.select.int:
-        return aten.select_scatter.default(base, new, *rest)
-    if op is aten.slice.Tensor:
-        return aten.slice_scatter.default(base, new, *rest)
-    if op is aten.diagonal.default:
-        return aten.diagonal_scatter.default(base, new, *rest)
-    if op is aten.as_strided.default:
-        return aten.as_strided_scatter.default(base, new, *rest)
-    if op is aten.unbind.int and output is not None:
-        return aten.select_scatter.default(base, new, rest[0] if rest else 0, output)
-    if op in (aten.split.Tensor, aten.split_with_sizes.default) and output is not None:
-        dim = rest[1] if len(rest) > 1 else 0
-        sizes = rest[0]
-        start = output * sizes if isinstance(sizes, int) else sum(sizes[:output])
-        return aten.slice_scatter.default(base, new, dim, start, start + new.shape[dim], 1)
-    if op in (aten.expand.default, aten.unfold.default):
-        return _write_by_place(op, base, new, rest)
-    return write_part(op, base, new)
-
-
-def _write_by_place(op: Op, base: torch.Tensor, new: torch.Tensor, rest: tuple[Any, ...]) -> torch.Tensor | None:
-    """For views in which a place of the base may show several times: right as long as none does."""
-    places = op(torch.arange(base.numel(), device=base.device).reshape(base.shape), *rest).reshape(-1)
-    if places.unique().numel() != places.numel():
-        return None
-    return base.reshape(-1).scatter(0, places, new.reshape(-1)).reshape(base.shape)

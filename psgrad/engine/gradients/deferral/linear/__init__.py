@@ -14,8 +14,9 @@ import torch
 from psgrad.engine.gradients.deferral.linear.base import Product
 from psgrad.engine.gradients.deferral.linear.others import labelled as labelled
 from psgrad.engine.gradients.deferral.linear.others import maps
+from psgrad.engine.gradients.doubts import samples_where
 from psgrad.engine.gradients.layout import Run
-from psgrad.engine.gradients.placed import Placed
+from psgrad.engine.gradients.placed import Placed, narrow
 from psgrad.engine.gradients.terms import Dense, Multiples
 
 
@@ -43,6 +44,8 @@ def narrowed(placed: Placed, dim: int, start: int, step: int, length: int) -> li
 
 def summed(placed: Placed, dims: set[int]) -> list[Placed] | None:
     """The sum over some axes, which stay, one long."""
+    if not _has_finite_factors(placed):
+        return None
     layout = placed.layout
     inner = maps(placed.term).sum(placed.term, layout.bare, dims)
     if inner is None:
@@ -59,7 +62,7 @@ def times(placed: Placed, by: torch.Tensor, product: Product = torch.mul, *, eac
     rank = len(layout.inner)
     if by.dim() - lead > rank:
         return None
-    by = by.reshape(*by.shape[:lead], *(1,) * (rank + lead - by.dim()), *by.shape[lead:])
+    by = by.reshape([*by.shape[:lead], *(1,) * (rank + lead - by.dim()), *by.shape[lead:]])
     strides = by.stride()
     at = [slice(0, 1) if size != 1 and stride == 0 else slice(None) for size, stride in zip(by.shape, strides, strict=True)]
     if each:
@@ -68,14 +71,35 @@ def times(placed: Placed, by: torch.Tensor, product: Product = torch.mul, *, eac
     if layout.window is not None:
         inside = [part if size != 1 else slice(None) for part, size in zip(layout.slices, by.shape[lead:], strict=True)]
         by = by[(slice(None),) * lead + tuple(inside)]
+    if not _is_finite(product(torch.zeros((), dtype=by.dtype, device=by.device), by)):
+        return None  # it makes NaN of zeros and of sums, in the value and not in the factors
     inner = maps(placed.term).times(placed.term, layout.bare, by, product, each=each)
     if inner is None:
         return None
     return [inner if layout.window is None else _in_window(inner, layout.window)]
 
 
+def masked(placed: Placed, by: torch.Tensor) -> list[Placed] | None:
+    """`times`, where a zero of `by` stands for a zero of the result, whatever is there now."""
+    return times(placed, by) if _has_finite_factors(placed) else None
+
+
+def _has_finite_factors(placed: Placed) -> bool:
+    """Whether zeros that are put into a factor, and sums that are taken within it, are those of the value. Beside NaN or infinity in
+    another factor a zero would be NaN, and infinities that cancel in the value would not.
+    """
+    return _is_finite(*(narrow(factor) for factor in placed.term.factors))
+
+
+def _is_finite(*values: torch.Tensor) -> bool:
+    infinite = torch.stack([~value.isfinite().all() for value in values])
+    return not len(samples_where(infinite))
+
+
 def contracted(placed: Placed, dim: int, matrix: torch.Tensor) -> list[Placed] | None:
     """An axis contracted with the first of a matrix's two, [size, k]; or, with [*lead, size, k], each place in front with its own."""
+    if not _is_finite(matrix) or not _has_finite_factors(placed):
+        return None
     layout = placed.layout
     if layout.window is None:
         inner = maps(placed.term).contract(placed.term, layout, dim, matrix)
@@ -123,7 +147,9 @@ def reshaped(placed: Placed, shape: Sequence[int]) -> Placed | None:
 
 
 def scattered(placed: Placed, dim: int, index: torch.Tensor, size: int) -> list[Placed] | None:
-    """An axis' places added into those that an index names, of `size`."""
+    """An axis' places added into those that an index names, of `size`; the others are zero."""
+    if not _has_finite_factors(placed):
+        return None
     if placed.layout.window is None:
         inner = maps(placed.term).scatter(placed.term, placed.layout, dim, index, size)
     else:

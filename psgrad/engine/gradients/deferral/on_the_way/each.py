@@ -74,6 +74,10 @@ def times(batch: Batch, value: DeferredGradient, by: torch.Tensor, product: Any 
     return of_each(batch, value, value.shape, lambda placed: linear.times(placed, by, product))
 
 
+def masked(batch: Batch, value: DeferredGradient, by: torch.Tensor) -> Any:
+    return of_each(batch, value, value.shape, lambda placed: linear.masked(placed, by))
+
+
 def contracted(batch: Batch, value: DeferredGradient, dim: int, matrix: torch.Tensor) -> Any:
     shape = [matrix.shape[-1] if d == dim else size for d, size in enumerate(value.shape)]
     return of_each(batch, value, shape, lambda placed: linear.contracted(placed, dim, matrix))

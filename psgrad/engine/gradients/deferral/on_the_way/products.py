@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.gradients.deferral.on_the_way.each import Waiting, contracted, expanded, reshaped, scaled, times
+from psgrad.engine.gradients.deferral.on_the_way.each import Waiting, contracted, expanded, masked, reshaped, scaled, times
 from psgrad.engine.transforms.batching import Batch
 from psgrad.engine.transforms.operators import Op
 
@@ -42,7 +42,7 @@ def _masked_fill(batch: Batch, op: Op, waiting: Any, args: Any, kwargs: Any) -> 
     value, (mask, filling) = waiting[0], args[1:]
     if value is None or filling != 0 or batch.is_mapped(mask) or torch.broadcast_shapes(mask.shape, value.shape) != value.shape:
         return NotImplemented
-    return times(batch, value, (~mask).to(value.dtype))
+    return masked(batch, value, (~mask).to(value.dtype))
 
 
 def _where(batch: Batch, op: Op, waiting: Any, args: Any, kwargs: Any) -> Any:
@@ -53,7 +53,7 @@ def _where(batch: Batch, op: Op, waiting: Any, args: Any, kwargs: Any) -> Any:
     is_zero = other == 0 if isinstance(other, (int, float)) else other.dim() == 0 and not batch.is_mapped(other) and _is_zero(other)
     if batch.is_mapped(mask) or not is_zero or value is None or torch.broadcast_shapes(mask.shape, value.shape) != value.shape:
         return NotImplemented
-    return times(batch, value, (mask if place == 0 else ~mask).to(value.dtype))
+    return masked(batch, value, (mask if place == 0 else ~mask).to(value.dtype))
 
 
 def _is_zero(number: torch.Tensor) -> bool:
@@ -63,7 +63,7 @@ def _is_zero(number: torch.Tensor) -> bool:
 
 def _triangle(batch: Batch, op: Op, waiting: Any, args: Any, kwargs: Any) -> Any:
     value = waiting[0]
-    return times(batch, value, op(torch.ones(value.shape[-2:], dtype=value.dtype, device=value.device), *args[1:]))
+    return masked(batch, value, op(torch.ones(value.shape[-2:], dtype=value.dtype, device=value.device), *args[1:]))
 
 
 def _derivative(batch: Batch, op: Op, waiting: Any, args: Any, kwargs: Any) -> Any:
@@ -72,7 +72,7 @@ def _derivative(batch: Batch, op: Op, waiting: Any, args: Any, kwargs: Any) -> A
     if value is None or any(w is not None for w in waiting[1:]) or any(batch.is_mapped(a) for a in args[1:]):
         return NotImplemented
     ones = torch.ones(value.shape, dtype=value.dtype, device=value.device)
-    return times(batch, value, op(ones, *args[1:], **kwargs))
+    return masked(batch, value, op(ones, *args[1:], **kwargs))
 
 
 def _softmax(batch: Batch, op: Op, waiting: Any, args: Any, kwargs: Any) -> Any:

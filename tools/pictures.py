@@ -1,0 +1,75 @@
+"""Makes the pictures of the documentation again, from runs of the examples.
+
+    python -m tools.pictures [NAME ...]      # such as digits-report; without names all
+
+The picture of the report needs Chromium and Playwright (`pip install -e ".[browser]"`). docs/dp-accuracy.png takes many
+trainings: `python benchmarks/dp_utility.py --plot docs/dp-accuracy.png` makes it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+CHROMIUM = os.environ.get("PSGRAD_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+WIDTH, HEIGHT = 944, 1428
+
+
+def psgrad(*arguments: str) -> None:
+    """A command of psgrad, run from the root of the repository."""
+    subprocess.run([sys.executable, "-m", "psgrad", *arguments], cwd=ROOT, check=True)
+
+
+def digits_report(target: Path, folder: Path) -> None:
+    """The top of the report of configs/digits.yaml, as a browser shows it."""
+    from playwright.sync_api import sync_playwright
+
+    psgrad("analyze", "configs/digits.yaml", "--output", str(folder / "run"))
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
+        page.goto((folder / "run" / "report.html").as_uri())
+        page.screenshot(path=target)
+        browser.close()
+
+
+def influence_sheet(target: Path, folder: Path) -> None:
+    """The sheet of the one query in the guide to influence."""
+    settings = ("--set", "influence.queries.rows=[5]", "--top", "5")
+    psgrad("influence", "configs/digits-influence.yaml", *settings, "--output", str(folder / "run"))
+    shutil.copy(folder / "run" / "plots" / "query_1_sheet.png", target)
+
+
+def dp_plan(target: Path, folder: Path) -> None:
+    """The figure of `psgrad dp-step --plan`."""
+    psgrad("dp-step", "configs/digits-dp.yaml", "--plan", "--output", str(folder / "run"))
+    shutil.copy(folder / "run-plan.png", target)
+
+
+PICTURES: Mapping[str, Callable[[Path, Path], None]] = {
+    "digits-report": digits_report,
+    "influence-sheet": influence_sheet,
+    "dp-plan": dp_plan,
+}
+"""name -> what makes docs/<name>.png, from the path of the picture and an empty folder."""
+
+ELSEWHERE = {"dp-accuracy": "benchmarks/dp_utility.py"}
+"""name -> the script that makes the picture."""
+
+
+def main(names: list[str]) -> None:
+    for name in names or PICTURES:
+        with tempfile.TemporaryDirectory() as folder:
+            PICTURES[name](DOCS / f"{name}.png", Path(folder))
+        print(DOCS / f"{name}.png")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
