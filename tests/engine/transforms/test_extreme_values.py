@@ -107,6 +107,9 @@ def test_elementwise_derivative_of_extreme_values(name: str, dtype: torch.dtype)
     f = OF_ONE.get(name) or OF_TWO[name]
     args = every(1 if name in OF_ONE else 2, dtype)
     expected = by_autograd(f, *args)
+    if name == "sinc":  # PyTorch's slope is 0 where x is tiny
+        (x, g), (value, slope) = args, expected
+        expected = value, torch.where((x != 0) & (x.abs() < 1e-10), g * (x * (-(math.pi**2) / 3)), slope)
     ways = {
         "vjp": value_and_cotangents(f, *args),
         "vmap(vjp)": vmap(lambda *one: value_and_cotangents(f, *one))(*args),

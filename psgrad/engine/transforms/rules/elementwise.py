@@ -275,12 +275,19 @@ def _dacosh(x: torch.Tensor) -> torch.Tensor:
 
 
 def _sinc_back(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """At the origin zero, also for an infinite g: a multiple of x, for the sake of the second derivative."""
-    angle, square = math.pi * x, math.pi * x * x
-    origin = square == 0
-    slope = (angle * torch.cos(angle) - torch.sin(angle)) / torch.where(origin, torch.ones_like(square), square)
-    at_origin = g.nan_to_num(0, 0, 0) * conj(torch.where(x == 0, x * (-(math.pi**2) / 3), 0))
-    return torch.where(origin, at_origin, g * conj(slope))
+    """The slope times g, at the origin zero also for an infinite g.
+
+    The difference of sine and cosine cancels near the origin: there the slope is its Taylor series, with a = pi x the sum over k > 0 of
+    (-1)^k 2k a^(2k - 1) / (2k + 1)!, so that derivatives of any order are right.
+    """
+    angle = math.pi * x
+    near = angle.abs() < 1
+    small, large = torch.where(near, angle, 0), torch.where(near, 1, angle)
+    series, square = torch.zeros_like(small), small * small
+    for k in range(10, 0, -1):
+        series = series * square + (-1) ** k * 2 * k / math.factorial(2 * k + 1)
+    slope = math.pi * torch.where(near, series * small, (large * torch.cos(large) - torch.sin(large)) / (large * large))
+    return torch.where(x == 0, g.nan_to_num(0, 0, 0), g) * conj(slope)
 
 
 # -- constants and casts ------------------------------------------------------------------------------------------------------------
